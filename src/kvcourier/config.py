@@ -1,0 +1,170 @@
+"""Settings of a KV endpoint and the limits on what a peer or a client may send.
+
+Decides names, units, defaults and allowed ranges. Refuses to know where a value came from (flag,
+TOML file, environment, vLLM's extra config).
+"""
+
+import dataclasses
+import enum
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvcourier.errors import ConfigError
+from kvcourier.ids import EngineId
+
+
+class TransferMode(enum.StrEnum):
+    """Who posts: D READs (pull), or P WRITEs (push)."""
+
+    PULL = "pull"
+    PUSH = "push"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on everything that comes from the network.
+
+    Attributes:
+        max_id_bytes: length of a request, transfer, engine or host name.
+        max_block_ids: block ids of one request in one cache group.
+        max_groups: cache groups of a model.
+        max_ranks: tensor-parallel size times pipeline-parallel size of an instance.
+        max_parts: sub-requests under one transfer id (n > 1, several prompts).
+        max_tokens: tokens of one request.
+        max_layers: layers of a model.
+        max_message_bytes: one message on the side channel or in a notification.
+        max_waiting_registrations: registrations kept for requests not seen yet.
+        max_peers: instances known at a time.
+        max_story_entries: entries kept of one transfer's story.
+        max_stories: stories of finished transfers kept.
+    """
+
+    max_id_bytes: int = 256
+    max_block_ids: int = 1 << 17
+    max_groups: int = 64
+    max_ranks: int = 1024
+    max_parts: int = 256
+    max_tokens: int = 1 << 24
+    max_layers: int = 1024
+    max_message_bytes: int = 16 << 20
+    max_waiting_registrations: int = 4096
+    max_peers: int = 1024
+    max_story_entries: int = 64
+    max_stories: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Every duration of the protocol, in seconds.
+
+    Attributes:
+        kv_lease_duration: how long P keeps a finished prompt's blocks after the last sign of
+            interest; vLLM's key and default.
+        heartbeat_s: how often D renews. Must be at most a third of the lease.
+        handshake_timeout_s: until a handshake without an answer counts as failed.
+        resend_s: until an unacknowledged registration or cancel is sent again.
+        push_registration_timeout: until D gives up on a registration that was neither written
+            nor refused; the last resort when P hangs. vLLM's key; its default there is 480 s.
+        registration_ttl_s: how long P keeps a registration for a prompt it has not seen.
+        transfer_timeout_s: until a posted operation that does not end counts as failed. Its
+            memory stays quarantined.
+        quarantine_limit_s: until memory that a silent peer may still touch is given back all the
+            same. Longer than any write that peer could still have in flight.
+        peer_idle_s: how long an unused peer stays connected.
+    """
+
+    kv_lease_duration: float = 30.0
+    heartbeat_s: float = 5.0
+    handshake_timeout_s: float = 5.0
+    resend_s: float = 0.5
+    push_registration_timeout: float = 60.0
+    registration_ttl_s: float = 60.0
+    transfer_timeout_s: float = 60.0
+    quarantine_limit_s: float = 300.0
+    peer_idle_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"{spec.name}: expected seconds above 0, found {value!r}")
+        if self.heartbeat_s > self.kv_lease_duration / 3:
+            raise ConfigError(
+                f"heartbeat_s: expected at most a third of kv_lease_duration "
+                f"({self.kv_lease_duration:g} s), found {self.heartbeat_s:g} s; a lease would end "
+                "after two lost heartbeats"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class CourierConfig:
+    """How a courier thread waits, and what NIXL it makes.
+
+    Attributes:
+        backends: NIXL backends by name, tried in this order (UCX, LIBFABRIC, ...).
+        num_threads: threads for every backend that takes the option; 0 leaves NIXL's default.
+        enable_prog_thread: NIXL's own progress thread. It spins, so it is off: the courier
+            drives progress itself.
+        poll_busy_s: pause between polls while an operation or a notification is awaited.
+        poll_idle_s: pause between looks for unexpected notifications when nothing is awaited.
+    """
+
+    backends: tuple[str, ...] = ("UCX",)
+    num_threads: int = 0
+    enable_prog_thread: bool = False
+    poll_busy_s: float = 0.0005
+    poll_idle_s: float = 0.02
+
+
+SIDE_CHANNEL_HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+SIDE_CHANNEL_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+DEFAULT_SIDE_CHANNEL_PORT = 5600
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointConfig:
+    """One instance's side of all its transfers.
+
+    Attributes:
+        engine_id: stable name of the instance.
+        model: name of the model; peers must serve the same.
+        modes: transfer modes this instance takes part in.
+        side_channel_host: address to listen at, also told to peers.
+        side_channel_port: port of the handshake server; 0 takes a free one.
+    """
+
+    engine_id: EngineId
+    model: str
+    modes: frozenset[TransferMode] = frozenset(TransferMode)
+    side_channel_host: str = "localhost"
+    side_channel_port: int = DEFAULT_SIDE_CHANNEL_PORT
+    timing: Timing = field(default_factory=Timing)
+    limits: Limits = field(default_factory=Limits)
+    courier: CourierConfig = field(default_factory=CourierConfig)
+
+
+def side_channel_address(
+    host: str | None, port: int | None, dp_rank: int, environment: Mapping[str, str] | None = None
+) -> tuple[str, int]:
+    """Where the side channel listens: an explicit value, else vLLM's environment, else default.
+
+    Args:
+        host: explicit host, or None.
+        port: explicit port, or None; taken as it is, without adding `dp_rank`.
+        dp_rank: data-parallel index, added to the environment's or the default port as in vLLM.
+        environment: variables to look at; `os.environ` if None.
+
+    Raises:
+        ConfigError: a port is not a number from 0 to 65535.
+    """
+    variables = os.environ if environment is None else environment
+    chosen_host = host or variables.get(SIDE_CHANNEL_HOST_VARIABLE) or "localhost"
+    if port is None:
+        text = variables.get(SIDE_CHANNEL_PORT_VARIABLE, str(DEFAULT_SIDE_CHANNEL_PORT))
+        if not text.isdecimal():
+            raise ConfigError(f"{SIDE_CHANNEL_PORT_VARIABLE}: expected a port, found {text!r}")
+        port = int(text) + dp_rank
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"side channel port: expected 0 to 65535, found {port}")
+    return chosen_host, port

@@ -1,0 +1,193 @@
+"""What a request's `kv_transfer_params` ask for, checked field by field.
+
+Decides which of three things a request is: one whose KV we hold for somebody (`HoldIntent`), one
+whose KV we READ (`PullIntent`), or one whose KV is WRITTEN to us (`PushIntent`). Refuses to know
+engines and peers. Keys and meanings are vLLM's (docs/protocol.md), ours are optional additions.
+
+Nothing in the dict is trusted: vLLM's scheduler died of missing keys (CVE-2026-94622), of a list
+of prompts sharing one dict (CVE-2026-94623) and of a huge `tp_size` (CVE-2026-94626).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvcourier.config import Limits
+from kvcourier.errors import ParamsError
+from kvcourier.ids import BlockId, EngineId, HoldId, Incarnation, RequestId, TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class HolderAddress:
+    """Where the holder of a KV cache listens, and how many ranks it has."""
+
+    engine_id: EngineId
+    host: str
+    port: int
+    tp_size: int
+    pp_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class HoldIntent:
+    """Compute this prompt and keep its KV for somebody (`do_remote_decode`).
+
+    `transfer_id` is None where the router mints none; then only the request id can match.
+    """
+
+    transfer_id: TransferId | None
+    part: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PullIntent:
+    """READ this prompt's KV from a holder that has finished (`do_remote_prefill`, block ids)."""
+
+    holder: HolderAddress
+    holder_request_id: RequestId
+    block_ids: tuple[tuple[BlockId, ...], ...]
+    num_tokens: int | None
+    hold_id: HoldId | None
+    incarnation: Incarnation | None
+    transfer_id: TransferId | None
+    part: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PushIntent:
+    """Let a holder WRITE this prompt's KV to us (`do_remote_prefill`, no block ids)."""
+
+    holder: HolderAddress
+    holder_request_id: RequestId | None
+    transfer_id: TransferId | None
+    part: int = 0
+
+
+WantIntent = PullIntent | PushIntent
+Intent = HoldIntent | WantIntent
+
+
+def parse_params(params: object, limits: Limits) -> Intent | None:
+    """Read the `kv_transfer_params` of one request.
+
+    Args:
+        params: the JSON value as it came; None and `{}` mean an ordinary local request.
+        limits: bounds on every number, string and list.
+
+    Returns:
+        None for an ordinary request.
+
+    Raises:
+        ParamsError: a field is missing, of the wrong type or out of bounds; answer with HTTP 400.
+    """
+    if params is None:
+        return None
+    if not isinstance(params, dict):
+        raise ParamsError("(whole)", "an object", params)
+    fields = _Fields(params, limits)
+    decode_elsewhere = fields.flag("do_remote_decode")
+    prefill_elsewhere = fields.flag("do_remote_prefill")
+    if decode_elsewhere and prefill_elsewhere:
+        raise ParamsError(
+            "do_remote_prefill", "false where do_remote_decode is true, as one leg does one", True
+        )
+    if not decode_elsewhere and not prefill_elsewhere:
+        return None
+    transfer_id = fields.optional_text("transfer_id")
+    part = fields.number("part", 0, limits.max_parts - 1, default=0)
+    if decode_elsewhere:
+        return HoldIntent(_as_transfer_id(transfer_id), part)
+    holder = HolderAddress(
+        engine_id=EngineId(fields.text("remote_engine_id")),
+        host=fields.text("remote_host"),
+        port=fields.number("remote_port", 1, 65535),
+        tp_size=fields.number("tp_size", 1, limits.max_ranks, default=1),
+        pp_size=fields.number("pp_size", 1, limits.max_ranks, default=1),
+    )
+    if holder.tp_size * holder.pp_size > limits.max_ranks:
+        raise ParamsError(
+            "tp_size", f"tp_size x pp_size <= {limits.max_ranks}", holder.tp_size * holder.pp_size
+        )
+    request_id = fields.optional_text("remote_request_id")
+    if params.get("remote_block_ids") is None:
+        if transfer_id is None and request_id is None:
+            raise ParamsError(
+                "transfer_id", "a string here or in remote_request_id, to find the prompt", None
+            )
+        return PushIntent(
+            holder,
+            RequestId(request_id) if request_id is not None else None,
+            _as_transfer_id(transfer_id),
+            part,
+        )
+    hold_id = fields.optional_text("remote_hold_id")
+    incarnation = fields.optional_text("remote_incarnation")
+    return PullIntent(
+        holder=holder,
+        holder_request_id=RequestId(fields.text("remote_request_id")),
+        block_ids=fields.block_ids("remote_block_ids"),
+        num_tokens=fields.optional_number("remote_num_tokens", 1, limits.max_tokens),
+        hold_id=HoldId(hold_id) if hold_id is not None else None,
+        incarnation=Incarnation(incarnation) if incarnation is not None else None,
+        transfer_id=_as_transfer_id(transfer_id),
+        part=part,
+    )
+
+
+def _as_transfer_id(text: str | None) -> TransferId | None:
+    return TransferId(text) if text is not None else None
+
+
+class _Fields:
+    """Reads one field at a time and says what is wrong with it."""
+
+    def __init__(self, params: Mapping[str, object], limits: Limits) -> None:
+        self._params = params
+        self._limits = limits
+
+    def flag(self, name: str) -> bool:
+        value = self._params.get(name)
+        if value is None:
+            return False
+        if not isinstance(value, bool):
+            raise ParamsError(name, "true or false", value)
+        return value
+
+    def text(self, name: str) -> str:
+        value = self._params.get(name)
+        limit = self._limits.max_id_bytes
+        if not isinstance(value, str) or not value or len(value.encode("utf-8", "replace")) > limit:
+            raise ParamsError(name, f"a string of 1 to {limit} bytes", value)
+        if not value.isprintable():
+            raise ParamsError(name, "printable characters", value)
+        return value
+
+    def optional_text(self, name: str) -> str | None:
+        return None if self._params.get(name) is None else self.text(name)
+
+    def number(self, name: str, low: int, high: int, default: int | None = None) -> int:
+        value = self._params.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ParamsError(name, f"a whole number from {low} to {high}", value)
+        return value
+
+    def optional_number(self, name: str, low: int, high: int) -> int | None:
+        return None if self._params.get(name) is None else self.number(name, low, high)
+
+    def block_ids(self, name: str) -> tuple[tuple[BlockId, ...], ...]:
+        value = self._params.get(name)
+        if not isinstance(value, list) or not value or len(value) > self._limits.max_groups:
+            raise ParamsError(name, "one list of block ids per cache group", value)
+        # Releases of vLLM with one cache group also send a flat list.
+        groups = value if isinstance(value[0], list) else [value]
+        return tuple(self._group(name, group) for group in groups)
+
+    def _group(self, name: str, group: object) -> tuple[BlockId, ...]:
+        limit = self._limits.max_block_ids
+        if not isinstance(group, list) or len(group) > limit:
+            raise ParamsError(name, f"lists of at most {limit} block ids", group)
+        for block in group:
+            if isinstance(block, bool) or not isinstance(block, int) or not 0 <= block < 2**31:
+                raise ParamsError(name, "block ids from 0 to 2147483647", block)
+        return tuple(BlockId(block) for block in group)

@@ -1,0 +1,38 @@
+"""Names of things, as distinct types.
+
+Decides how instances, ranks, requests, transfers and blocks are named. Refuses to know what any
+of them does.
+"""
+
+from typing import NamedTuple, NewType
+
+EngineId = NewType("EngineId", str)
+"""Stable name of one instance, as in vLLM. Survives a restart."""
+
+Incarnation = NewType("Incarnation", str)
+"""One life of one process. A restart under the same engine id has a new one."""
+
+RequestId = NewType("RequestId", str)
+"""An engine's own name for a request; P and D use different ones for the same prompt."""
+
+TransferId = NewType("TransferId", str)
+"""Exact name of one dispatch, minted by the router, new on every retry."""
+
+HoldId = NewType("HoldId", str)
+"""One promise of P to keep one set of blocks. Never reused, so a stale reference cannot match."""
+
+BlockId = NewType("BlockId", int)
+"""Index of a logical block of an engine's KV cache (never a kernel block)."""
+
+AgentName = NewType("AgentName", str)
+"""Name of a NIXL agent, one per rank and incarnation."""
+
+
+class Rank(NamedTuple):
+    """Position of one rank in its instance."""
+
+    pp_rank: int
+    tp_rank: int
+
+    def __str__(self) -> str:
+        return f"pp{self.pp_rank}tp{self.tp_rank}"

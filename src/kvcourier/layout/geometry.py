@@ -1,0 +1,136 @@
+"""What one rank's KV cache looks like: the logical shape, and where it lies in memory.
+
+Decides the vocabulary of the mapping: layers, planes (K and V, or one latent plane), heads,
+tokens, blocks. Refuses to know about requests, peers and how bytes are moved.
+
+A *plane* is one of the independent arrays of a layer: K and V for ordinary attention, a single
+one for a latent (MLA) cache. Inside a block, a plane is contiguous: ``[token, head, lane]`` for
+NHD and ``[head, token, lane]`` for HND.
+"""
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcourier.ids import Rank
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class CacheLayout(enum.StrEnum):
+    """Order of the dimensions inside a block (vLLM's VLLM_KV_CACHE_LAYOUT)."""
+
+    NHD = "NHD"
+    HND = "HND"
+
+
+class CacheKind(enum.StrEnum):
+    """What a layer stores per token."""
+
+    KEY_VALUE = "key_value"
+    LATENT = "latent"
+
+    @property
+    def num_planes(self) -> int:
+        """Independent arrays per layer: K and V, or one latent vector."""
+        return 2 if self is CacheKind.KEY_VALUE else 1
+
+
+class MemoryKind(enum.StrEnum):
+    """Where registered memory lies; values are NIXL's names."""
+
+    DRAM = "DRAM"
+    VRAM = "VRAM"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGeometry:
+    """Logical shape of one rank's KV cache for one cache group.
+
+    Attributes:
+        kind: K and V, or one latent plane.
+        layers: global indices of the layers this rank holds, in the order of its placement rows.
+        num_kv_heads: KV heads of the whole model (1 for a latent cache).
+        head_start: first global KV head this rank holds.
+        head_stop: one past the last. Several ranks may hold the same heads (replicated KV).
+        head_dim: lanes per head.
+        dtype: name of the element type, e.g. ``bfloat16``. Part of the compatibility verdict.
+        itemsize: bytes per element.
+        block_size: tokens per block.
+        num_blocks: blocks in the cache.
+        cache_layout: order of dimensions inside a block.
+    """
+
+    kind: CacheKind
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_start: int
+    head_stop: int
+    head_dim: int
+    dtype: str
+    itemsize: int
+    block_size: int
+    num_blocks: int
+    cache_layout: CacheLayout
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads held by this rank."""
+        return self.head_stop - self.head_start
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of one head of one token in one plane; never split by a mapping."""
+        return self.head_dim * self.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one plane of one layer."""
+        return self.block_size * self.num_heads * self.cell_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One registered, contiguous memory range."""
+
+    address: int
+    size_bytes: int
+    memory: MemoryKind
+    device_id: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachePlacement:
+    """Where the planes of a rank's cache lie: three int64 arrays of shape [layers, planes].
+
+    Block ``b`` of plane ``p`` of the ``i``-th held layer starts at
+    ``regions[region[i, p]].address + offset_bytes[i, p] + b * block_stride_bytes[i, p]``.
+    This covers K and V in separate tensors, stacked before the blocks, or interleaved per block.
+    """
+
+    region: Int64Array
+    offset_bytes: Int64Array
+    block_stride_bytes: Int64Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankCache:
+    """Everything a peer needs to address one rank's cache."""
+
+    rank: Rank
+    geometry: CacheGeometry
+    placement: CachePlacement
+    regions: tuple[Region, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """Absolute token positions ``[start, stop)`` of a prompt."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start)

@@ -1,0 +1,79 @@
+"""The endpoint as an engine sees it.
+
+Decides the calls between an engine and the transfer machinery. Refuses to know either. The real
+one is `runtime.endpoint.KvEndpoint`.
+
+A request that P computes for somebody:  begin_hold -> finish_prefill -> SENT, RELEASED.
+A request whose KV D gets from somebody: expect -> receive -> RECEIVED, RELEASED.
+Either may be ended early with `abort`, at any time, any number of times.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from kvcourier.core.params import HoldIntent, WantIntent
+from kvcourier.ids import RequestId
+from kvcourier.layout.geometry import TokenSpan
+from kvcourier.runtime.reports import Report
+
+
+class Endpoint(Protocol):
+    """Moves KV for one engine. All calls are quick, never wait for the network, and are
+    thread-safe; results come through `poll`."""
+
+    def start(self, on_report: Callable[[], None]) -> None:
+        """Open sockets and start the couriers.
+
+        `on_report` is called, from a courier thread, whenever `poll` has something new; it must
+        only wake the engine. Raises ConfigError if the side channel's port is taken.
+        """
+
+    def close(self) -> None:
+        """Stop the couriers, close the sockets. Blocks for a moment; idempotent."""
+
+    def instance_info(self) -> dict[str, Any]:
+        """What a router must know of this instance.
+
+        Keys: engine_id, incarnation, side_channel_host, side_channel_port, tp_size, pp_size,
+        block_size, modes (list), model.
+        """
+
+    def begin_hold(self, request_id: RequestId, intent: HoldIntent) -> None:
+        """P: a prompt that somebody wants was accepted; registrations for it may come now."""
+
+    def finish_prefill(
+        self, request_id: RequestId, block_ids: Sequence[Sequence[int]], num_tokens: int
+    ) -> dict[str, Any]:
+        """P: the KV of `num_tokens` tokens is written, from position 0, in these blocks.
+
+        `block_ids` has one list per cache group, covering positions from 0 on. The blocks belong
+        to the endpoint until RELEASED. Returns the `kv_transfer_params` to answer with.
+        """
+
+    def expect(self, request_id: RequestId, intent: WantIntent) -> None:
+        """D: such a request was accepted and may wait; keeps the holder's lease alive."""
+
+    def receive(
+        self, request_id: RequestId, block_ids: Sequence[Sequence[int]], span: TokenSpan
+    ) -> None:
+        """D: get the KV of positions `span` into these blocks.
+
+        `span.start` is a multiple of the block size, `span.stop` the number of prompt tokens.
+        `block_ids` (one list per cache group) covers positions from `span.start` on and may be
+        longer than needed. The blocks belong to the endpoint until RELEASED.
+        """
+
+    def decline(self, request_id: RequestId) -> None:
+        """D: nothing is needed after `expect` (full prefix hit, request refused): free P now."""
+
+    def abort(self, request_id: RequestId) -> None:
+        """Either side: the request has ended early. Only RELEASED may follow; unknown is fine."""
+
+    def poll(self) -> list[Report]:
+        """Take all reports so far, in order; never blocks."""
+
+    def story(self, key: str) -> list[dict[str, Any]] | None:
+        """What happened to a transfer, by request id or transfer id; None if unknown.
+
+        Entries have at least `at_unix_s` (wall clock), `what` and `thread`.
+        """
