@@ -36,3 +36,32 @@ class Rank(NamedTuple):
 
     def __str__(self) -> str:
         return f"pp{self.pp_rank}tp{self.tp_rank}"
+
+
+class InstanceAddress(NamedTuple):
+    """Where an instance's handshake server listens, and who should answer there."""
+
+    engine_id: EngineId
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.engine_id} at {self.host}:{self.port}"
+
+
+class PeerRank(NamedTuple):
+    """One rank of one life of one instance: the only thing a message may be matched against."""
+
+    engine_id: EngineId
+    incarnation: Incarnation
+    rank: Rank
+
+    def __str__(self) -> str:
+        return f"{self.engine_id}/{self.rank}"
+
+
+class TransferKey(NamedTuple):
+    """Exact name of one prompt's transfer: a dispatch may hold several prompts (parts)."""
+
+    transfer_id: TransferId
+    part: int

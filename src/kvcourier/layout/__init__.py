@@ -1,1 +1,65 @@
-"""kvcourier."""
+"""Which bytes go where between two KV caches. Pure: no memory is touched, nothing is posted.
+
+Reading path: `geometry` (the words), `shards` (how an instance splits a model), `routes` (which
+rank takes what from which rank), `plan` (pieces of one unit, no addresses), `bind` (addresses),
+`validate` (what a peer says of its cache).
+
+Common changes: a new kind of cache is a member of `geometry.CacheKind`; a field that must be
+equal on both sides goes into `compatibility.EQUAL_FIELDS`; a new bound on a peer's numbers into
+`validate`. Anything that changes descriptors is held by the byte oracle in
+`tests/layout/test_mapping_properties.py`.
+"""
+
+from kvcourier.layout.bind import BlockRun, BoundPieces, bind
+from kvcourier.layout.compatibility import differing_fields, require_same_model
+from kvcourier.layout.geometry import (
+    CacheGeometry,
+    CacheKind,
+    CacheLayout,
+    CachePlacement,
+    Int64Array,
+    MemoryKind,
+    RankCache,
+    Region,
+    TokenSpan,
+)
+from kvcourier.layout.plan import MappingPlan, plan_mapping
+from kvcourier.layout.routes import Route, consumers_of, route, routes_from, routes_to
+from kvcourier.layout.shards import (
+    ModelCache,
+    instance_geometries,
+    shard_geometry,
+    split_heads,
+    split_layers,
+)
+from kvcourier.layout.validate import validate_cache
+
+__all__ = [
+    "BlockRun",
+    "BoundPieces",
+    "CacheGeometry",
+    "CacheKind",
+    "CacheLayout",
+    "CachePlacement",
+    "Int64Array",
+    "MappingPlan",
+    "MemoryKind",
+    "ModelCache",
+    "RankCache",
+    "Region",
+    "Route",
+    "TokenSpan",
+    "bind",
+    "consumers_of",
+    "differing_fields",
+    "instance_geometries",
+    "plan_mapping",
+    "require_same_model",
+    "route",
+    "routes_from",
+    "routes_to",
+    "shard_geometry",
+    "split_heads",
+    "split_layers",
+    "validate_cache",
+]

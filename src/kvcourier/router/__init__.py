@@ -1,1 +1,14 @@
-"""kvcourier."""
+"""The OpenAI-compatible router in front of prefill and decode instances.
+
+Reading path: `dispatch` (what happens on each event of a dispatch), `events` (its words), `legs`
+(what each instance is sent), `intake` (what a client may ask), `policy` (which instances serve
+it): these are pure. Then `exchange` (one client call), `attempt` (drives one dispatch of it),
+`upstream` (one leg over HTTP), `instances` (what is known of each instance), `app` (routes).
+
+Nothing is re-exported here, so that reading settings does not load an HTTP stack:
+`app.create_app(config.RouterConfig(...))` is the way in.
+
+Common changes: a new policy is an entry in `policy.POLICIES`; a new kind of failure is an entry
+in `events.STATUS_OF` and the place that raises it; a new key towards the instances goes into
+`legs` and its golden test.
+"""

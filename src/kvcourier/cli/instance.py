@@ -1,0 +1,170 @@
+"""An embedded instance, put together: model, cache, transfer, engine, server.
+
+Decides the order in which the parts start and stop, and which flag ends up in which part's
+settings. Refuses to know how any part works. This is the only place that knows them all.
+"""
+
+import contextlib
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcourier.cli.listening import bind, serve_until_stopped
+from kvcourier.cli.serve import Dtype, LoadFailurePolicy, Role
+from kvcourier.config import (
+    CourierConfig,
+    EndpointConfig,
+    Timing,
+    TransferMode,
+    side_channel_address,
+)
+from kvcourier.ids import AgentName, EngineId
+from kvcourier.layout.geometry import CacheLayout
+from kvcourier.transport.interface import Transport
+
+if TYPE_CHECKING:
+    from kvcourier.engine.config import EngineConfig
+    from kvcourier.engine.kv_cache import KVCache
+    from kvcourier.runtime.endpoint import KvEndpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceSettings:
+    """What the flags of `kvcourier serve` say; each is explained there."""
+
+    model: str
+    served_model_name: str | None
+    dtype: Dtype
+    device: str
+    cpu_threads: int
+    host: str
+    port: int
+    role: Role
+    block_size: int
+    num_blocks: int | None
+    kv_cache_gb: float | None
+    max_model_len: int | None
+    max_batch_tokens: int
+    max_num_seqs: int
+    prefix_caching: bool
+    tp_size: int
+    pp_size: int
+    kv_layout: CacheLayout
+    engine_id: str | None
+    kv_modes: frozenset[TransferMode]
+    side_channel_host: str | None
+    side_channel_port: int | None
+    dp_rank: int
+    nixl_backends: tuple[str, ...]
+    nixl_threads: int
+    kv_lease_duration: float
+    push_registration_timeout: float
+    kv_load_failure_policy: LoadFailurePolicy
+    kv_recompute_threshold: int
+
+    @property
+    def api_name(self) -> str:
+        """The model's name in the API, and towards peers."""
+        return self.served_model_name or self.model
+
+
+def run_instance(settings: InstanceSettings) -> None:
+    """Start an instance, serve until a signal, stop it. Blocks; main thread only.
+
+    Raises:
+        ConfigError: a setting cannot be used.
+        KeyboardInterrupt: stopped by SIGINT.
+    """
+    endpoint_config = make_endpoint_config(settings)
+    listener = bind(settings.host, settings.port)
+    # torch and transformers take seconds to import: not before the cheap checks have passed.
+    from kvcourier.engine.config import make_cache
+    from kvcourier.engine.engine import Engine
+    from kvcourier.engine.models import load_model
+    from kvcourier.engine.server.app import create_app
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(listener)
+        engine_config = make_engine_config(settings)
+        model = load_model(engine_config.model, engine_config.dtype, engine_config.device)
+        cache = make_cache(model, engine_config)
+        endpoint = make_endpoint(endpoint_config, cache) if settings.kv_modes else None
+        # The engine starts and closes the endpoint: blocks in flight outlive requests.
+        engine = stack.enter_context(
+            contextlib.closing(Engine(model, engine_config, endpoint, cache=cache))
+        )
+        engine.start()
+        app = create_app(
+            engine,
+            model.tokenizer,
+            endpoint=endpoint,
+            role=settings.role.value,
+            limits=endpoint_config.limits,
+            served_model_name=settings.api_name,
+        )
+        serve_until_stopped(app, listener)
+
+
+def make_endpoint_config(settings: InstanceSettings) -> EndpointConfig:
+    """The transfer side of the settings. Raises ConfigError."""
+    host, port = side_channel_address(
+        settings.side_channel_host, settings.side_channel_port, settings.dp_rank
+    )
+    default = Timing()
+    return EndpointConfig(
+        engine_id=EngineId(settings.engine_id or uuid.uuid4().hex),
+        model=settings.api_name,
+        modes=settings.kv_modes,
+        side_channel_host=host,
+        side_channel_port=port,
+        timing=Timing(
+            kv_lease_duration=settings.kv_lease_duration,
+            # A shorter lease needs more heartbeats; nobody should have to say both.
+            heartbeat_s=min(default.heartbeat_s, settings.kv_lease_duration / 3)
+            if settings.kv_lease_duration > 0
+            else default.heartbeat_s,
+            push_registration_timeout=settings.push_registration_timeout,
+        ),
+        courier=CourierConfig(backends=settings.nixl_backends, num_threads=settings.nixl_threads),
+    )
+
+
+def make_engine_config(settings: InstanceSettings) -> "EngineConfig":
+    """The computing side of the settings. Raises ConfigError."""
+    from kvcourier.engine.config import EngineConfig
+
+    default = EngineConfig()
+    return EngineConfig(
+        model=settings.model,
+        dtype=settings.dtype.value,
+        device=settings.device,
+        block_size=settings.block_size,
+        num_blocks=settings.num_blocks,
+        kv_cache_gb=settings.kv_cache_gb or default.kv_cache_gb,
+        max_model_len=settings.max_model_len,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        tp_size=settings.tp_size,
+        pp_size=settings.pp_size,
+        cache_layout=settings.kv_layout.value,
+        enable_prefix_caching=settings.prefix_caching,
+        kv_load_failure_policy=settings.kv_load_failure_policy.value,
+        kv_recompute_threshold=settings.kv_recompute_threshold,
+        num_cpu_threads=settings.cpu_threads,
+    )
+
+
+def make_endpoint(config: EndpointConfig, cache: "KVCache") -> "KvEndpoint":
+    """What moves the cache's KV over NIXL, not started. Raises ConfigError."""
+    from kvcourier.runtime.endpoint import KvEndpoint
+    from kvcourier.transport.nixl import NixlTransport
+
+    def make_transport(agent_name: AgentName) -> Transport:
+        return NixlTransport(
+            agent_name,
+            backends=config.courier.backends,
+            num_threads=config.courier.num_threads,
+            enable_prog_thread=config.courier.enable_prog_thread,
+        )
+
+    return KvEndpoint(config, cache.rank_caches(), make_transport)

@@ -1,0 +1,96 @@
+"""`kvcourier route`.
+
+Decides the router's flags. Refuses to know how requests are routed.
+"""
+
+from typing import Annotated
+
+import typer
+
+from kvcourier.cli.config_file import ConfigFile
+from kvcourier.config import TransferMode
+from kvcourier.router.config import (
+    DEFAULT_ROUTER_PORT,
+    RouterConfig,
+    RouterLimits,
+    Timeouts,
+    parse_instance_spec,
+)
+from kvcourier.router.policy import POLICIES
+
+_TIMEOUTS = Timeouts()
+_LIMITS = RouterLimits()
+_INSTANCE = "URL[,KEY=VALUE...]"
+
+
+def route(
+    prefill: Annotated[
+        list[str], typer.Option(metavar=_INSTANCE, help="A prefill instance; repeatable.")
+    ],
+    decode: Annotated[
+        list[str], typer.Option(metavar=_INSTANCE, help="A decode instance; repeatable.")
+    ],
+    mode: Annotated[
+        TransferMode,
+        typer.Option(help="How KV moves where a request has no X-KV-Mode header."),
+    ] = TransferMode.PULL,
+    policy: Annotated[
+        str, typer.Option(help=f"Who serves the next request: {', '.join(POLICIES)}.")
+    ] = "round_robin",
+    retries: Annotated[
+        int, typer.Option(min=0, max=16, help="Further tries after an instance was not reached.")
+    ] = 0,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")
+    ] = DEFAULT_ROUTER_PORT,
+    connect_timeout: Annotated[
+        float, typer.Option(help="Seconds until a connection to an instance stands.")
+    ] = _TIMEOUTS.connect_s,
+    prefill_timeout: Annotated[
+        float, typer.Option(help="Seconds for a whole prefill.")
+    ] = _TIMEOUTS.prefill_s,
+    first_byte_timeout: Annotated[
+        float, typer.Option(help="Seconds until the decode instance's first byte.")
+    ] = _TIMEOUTS.first_byte_s,
+    total_timeout: Annotated[
+        float, typer.Option(help="Seconds for a whole answer.")
+    ] = _TIMEOUTS.total_s,
+    max_in_flight: Annotated[
+        int, typer.Option(help="Requests at a time; more are refused with 503.")
+    ] = _LIMITS.max_in_flight,
+    config: ConfigFile = None,
+) -> None:
+    """Speak the OpenAI API in front of prefill and decode instances.
+
+    Each request goes to one of each. Pull asks the prefill instance first and then the decode
+    instance; push asks both at once.
+
+    \b
+      kvcourier route --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
+      kvcourier route --prefill http://p1:8100 --prefill http://p2:8100 \\
+                      --decode http://d1:8200 --mode push --policy least_in_flight
+
+    kvcourier's own instances say themselves where their KV is found. For push from vLLM, say it:
+
+    \b
+      --prefill http://p1:8000,engine_id=p1,kv_host=p1,kv_port=5600,tp_size=2
+    """
+    from kvcourier.cli.listening import bind, serve_until_stopped
+    from kvcourier.router.app import create_app
+
+    settings = RouterConfig(
+        prefill=tuple(parse_instance_spec(text) for text in prefill),
+        decode=tuple(parse_instance_spec(text) for text in decode),
+        mode=mode,
+        policy=policy,
+        retries=retries,
+        timeouts=Timeouts(
+            connect_s=connect_timeout,
+            prefill_s=prefill_timeout,
+            first_byte_s=first_byte_timeout,
+            total_s=total_timeout,
+        ),
+        limits=RouterLimits(max_in_flight=max_in_flight),
+    )
+    serve_until_stopped(create_app(settings), bind(host, port))

@@ -1,0 +1,227 @@
+"""`kvcourier serve`.
+
+Decides the flags of one embedded instance. Refuses to know how it is put together
+(`instance.py`).
+"""
+
+import enum
+from typing import Annotated
+
+import typer
+
+from kvcourier.cli.config_file import ConfigFile
+from kvcourier.config import CourierConfig, Timing, TransferMode
+from kvcourier.errors import ConfigError
+from kvcourier.layout.geometry import CacheLayout
+
+_TIMING = Timing()
+_COURIER = CourierConfig()
+
+
+class Role(enum.StrEnum):
+    """What an instance is for; a router decides what it does with it."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class Dtype(enum.StrEnum):
+    """Number format of weights and KV cache; auto depends on the device."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class LoadFailurePolicy(enum.StrEnum):
+    """What happens to a request whose KV does not come."""
+
+    FAIL = "fail"
+    RECOMPUTE = "recompute"
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="smollm2, a folder or .gguf file on this machine, or random-llama[:KEY=VALUE,...] "
+            "for a generated one."
+        ),
+    ] = "smollm2",
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(help="Name in the API; the model's if not given."),
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of weights and KV cache.")] = Dtype.AUTO,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    cpu_threads: Annotated[
+        int, typer.Option(min=0, max=1024, help="Of one step; 0 leaves torch's choice.")
+    ] = 0,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one."),
+    ] = 8100,
+    role: Annotated[
+        Role,
+        typer.Option(help="What routers are told that this instance is for."),
+    ] = Role.BOTH,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 16,
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Blocks in the cache."),
+    ] = None,
+    kv_cache_gb: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Size of the cache instead of --num-blocks."),
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest prompt plus answer; the model's if not given."),
+    ] = None,
+    max_batch_tokens: Annotated[
+        int,
+        typer.Option(min=1, help="Tokens per step; longer prompts come in chunks."),
+    ] = 512,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests per step.")] = 32,
+    prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of common beginnings.")] = True,
+    tp_size: Annotated[
+        int,
+        typer.Option(min=1, max=1024, help="Ranks that share the KV heads."),
+    ] = 1,
+    pp_size: Annotated[
+        int,
+        typer.Option(min=1, max=1024, help="Ranks that share the layers."),
+    ] = 1,
+    kv_layout: Annotated[CacheLayout, typer.Option(help="Order inside a block.")] = CacheLayout.NHD,
+    engine_id: Annotated[
+        str | None,
+        typer.Option(help="Stable name; made up if not given."),
+    ] = None,
+    kv_modes: Annotated[
+        str,
+        typer.Option(
+            metavar="MODE[,MODE]",
+            help="Modes to take part in: pull, push; or none, to work alone.",
+        ),
+    ] = "pull,push",
+    side_channel_host: Annotated[
+        str | None,
+        typer.Option(
+            help="For handshakes, also told to peers. Default: $VLLM_NIXL_SIDE_CHANNEL_HOST, else "
+            "localhost."
+        ),
+    ] = None,
+    side_channel_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="0 takes a free one. Default: $VLLM_NIXL_SIDE_CHANNEL_PORT, else 5600, plus "
+            "--dp-rank.",
+        ),
+    ] = None,
+    dp_rank: Annotated[int, typer.Option(min=0, help="Data-parallel index.")] = 0,
+    nixl_backend: Annotated[
+        list[str] | None,
+        typer.Option(help="UCX, LIBFABRIC, ...; repeatable, in order of preference. Default: UCX."),
+    ] = None,
+    nixl_threads: Annotated[
+        int,
+        typer.Option(min=0, max=256, help="Per backend; 0 leaves NIXL's default."),
+    ] = _COURIER.num_threads,
+    kv_lease_duration: Annotated[
+        float,
+        typer.Option(help="Seconds to keep KV for a decode instance that is silent."),
+    ] = _TIMING.kv_lease_duration,
+    push_registration_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds until a decode instance gives up on a push."),
+    ] = _TIMING.push_registration_timeout,
+    kv_load_failure_policy: Annotated[
+        LoadFailurePolicy,
+        typer.Option(help="If KV does not come."),
+    ] = LoadFailurePolicy.FAIL,
+    kv_recompute_threshold: Annotated[
+        int,
+        typer.Option(min=0, help="Missing prompt tokens that are computed rather than fetched."),
+    ] = 1,
+    config: ConfigFile = None,
+) -> None:
+    """Serve one model through the OpenAI API, as a prefill or a decode instance or both.
+
+    Without a router in front it answers requests alone, like any server.
+
+    \b
+      kvcourier serve
+      kvcourier serve --role prefill --port 8100 --side-channel-port 5600
+      kvcourier serve --role decode --port 8200 --side-channel-port 5601 --block-size 32
+      kvcourier serve --config instance.toml --port 8300
+
+    A configuration file holds the same names:
+
+    \b
+      [serve]
+      role = "prefill"
+      num-blocks = 4096
+      kv-modes = ["pull", "push"]
+
+    Prints "kvcourier ready URL" once it answers requests.
+    """
+    from kvcourier.cli.instance import InstanceSettings, run_instance
+
+    modes = parse_modes(kv_modes)
+    if num_blocks is not None and kv_cache_gb is not None:
+        raise ConfigError("--num-blocks and --kv-cache-gb: expected one of them, found both")
+    run_instance(
+        InstanceSettings(
+            model=model,
+            served_model_name=served_model_name,
+            dtype=dtype,
+            device=device,
+            cpu_threads=cpu_threads,
+            host=host,
+            port=port,
+            role=role,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            kv_cache_gb=kv_cache_gb,
+            max_model_len=max_model_len,
+            max_batch_tokens=max_batch_tokens,
+            max_num_seqs=max_num_seqs,
+            prefix_caching=prefix_caching,
+            tp_size=tp_size,
+            pp_size=pp_size,
+            kv_layout=kv_layout,
+            engine_id=engine_id,
+            kv_modes=modes,
+            side_channel_host=side_channel_host,
+            side_channel_port=side_channel_port,
+            dp_rank=dp_rank,
+            nixl_backends=tuple(nixl_backend or _COURIER.backends),
+            nixl_threads=nixl_threads,
+            kv_lease_duration=kv_lease_duration,
+            push_registration_timeout=push_registration_timeout,
+            kv_load_failure_policy=kv_load_failure_policy,
+            kv_recompute_threshold=kv_recompute_threshold,
+        )
+    )
+
+
+def parse_modes(text: str) -> frozenset[TransferMode]:
+    """Read `pull`, `push`, both with a comma between them, or `none`.
+
+    Raises:
+        ConfigError: a word is no mode, or there is none.
+    """
+    words = {word.strip().lower() for word in text.split(",") if word.strip()}
+    if words == {"none"}:
+        return frozenset()
+    unknown = sorted(words - {mode.value for mode in TransferMode})
+    if unknown or not words:
+        found = repr(unknown[0]) if unknown else "nothing"
+        allowed = ", ".join(TransferMode)
+        raise ConfigError(f"--kv-modes: expected some of {allowed}, or none; found {found}")
+    return frozenset(TransferMode(word) for word in words)

@@ -1,0 +1,99 @@
+"""What a want asks of the ranks that hold its KV.
+
+Decides the contents of each registration, READ, heartbeat, cancel and good-bye. Refuses to know
+when they are due; `wanter` does that.
+"""
+
+from kvcourier.core.commands import PostRead, SendNotification
+from kvcourier.core.messages import (
+    Cancel,
+    Collected,
+    HoldName,
+    Register,
+    RenewItem,
+    hold_name,
+)
+from kvcourier.core.params import PullIntent
+from kvcourier.core.wants import Link, Want
+from kvcourier.core.workspace import Workspace
+from kvcourier.ids import InstanceAddress
+
+
+class Asks:
+    """Turns wants into messages and operations."""
+
+    def __init__(self, space: Workspace, own_address: InstanceAddress) -> None:
+        self._space = space
+        self._own_address = own_address
+        self._tp_size = 1 + max(rank.tp_rank for rank in space.geometries)
+        self._pp_size = len(space.geometries) // self._tp_size
+
+    def register(self, want: Want, link: Link) -> None:
+        """Offer our blocks to be written."""
+        self._space.emit(
+            SendNotification(
+                link.peer,
+                want.address,
+                Register(
+                    sender=self._space.sender,
+                    name=_name(want),
+                    request_id=want.request_id,
+                    decode_host=self._own_address.host,
+                    decode_port=self._own_address.port,
+                    decode_tp_size=self._tp_size,
+                    decode_pp_size=self._pp_size,
+                    local_block_ids=[list(group) for group in want.block_ids],
+                    first_token=want.span.start,
+                    num_tokens=len(want.span),
+                    consumers=_pairs(link),
+                ),
+            )
+        )
+
+    def read(self, want: Want, link: Link) -> None:
+        """READ everything we take from this rank."""
+        assert isinstance(want.intent, PullIntent)
+        for route in link.routes:
+            self._space.emit(
+                PostRead(
+                    operation_id=self._space.flights.launch(want.owner(link)),
+                    peer=link.peer,
+                    address=want.address,
+                    route=route,
+                    own_block_ids=want.block_ids,
+                    own_first_token=want.span.start,
+                    peer_block_ids=want.intent.block_ids,
+                    span=want.span,
+                )
+            )
+
+    def renewal(self, want: Want) -> RenewItem:
+        """Keep the hold alive."""
+        return RenewItem(_name(want), want.request_id)
+
+    def cancel(self, want: Want, link: Link) -> None:
+        """Write no more, and say when nothing is in flight."""
+        self._space.send(
+            link.peer, Cancel(self._space.sender, _name(want), want.request_id, _pairs(link))
+        )
+
+    def let_go(self, want: Want, link: Link, *, read: bool) -> None:
+        """We need nothing more: the KV was READ, or was not needed."""
+        self._space.send(
+            link.peer,
+            Collected(self._space.sender, _name(want), want.request_id, read, _pairs(link)),
+        )
+
+
+def _name(want: Want) -> HoldName:
+    intent = want.intent
+    return hold_name(
+        transfer_id=intent.transfer_id,
+        part=intent.part,
+        request_id=intent.holder_request_id,
+        hold_id=intent.hold_id if isinstance(intent, PullIntent) else None,
+    )
+
+
+def _pairs(link: Link) -> list[tuple[int, int]]:
+    return [(rank.pp_rank, rank.tp_rank) for rank in link.consumers]

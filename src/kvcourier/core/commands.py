@@ -1,0 +1,102 @@
+"""What an endpoint asks its driver to do: outputs of `Endpoint.handle`.
+
+Decides the closed list and, for each, the events that may answer it. Silence is never an answer:
+where nothing comes, a deadline inside the core does.
+"""
+
+from dataclasses import dataclass
+
+from kvcourier.config import TransferMode
+from kvcourier.core.events import BlockGroups, OperationId
+from kvcourier.core.messages import AnyMessage, Landed, Register
+from kvcourier.core.outcomes import Report
+from kvcourier.ids import InstanceAddress, PeerRank
+from kvcourier.layout.geometry import TokenSpan
+from kvcourier.layout.routes import Route
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Shake hands and load the peer's agents.
+
+    Answered by PeerConnected or ConnectFailed; dropped by Disconnect.
+    """
+
+    address: InstanceAddress
+    mode: TransferMode
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Forget a peer, also while `Connect` is under way. Not answered."""
+
+    address: InstanceAddress
+
+
+@dataclass(frozen=True, slots=True)
+class SendMessage:
+    """Send over the side channel. Not answered: what matters is resent by deadline."""
+
+    peer: PeerRank
+    message: AnyMessage
+
+
+@dataclass(frozen=True, slots=True)
+class SendNotification:
+    """Send over the data path. Not answered, but a dead peer is: PeerLost."""
+
+    peer: PeerRank
+    address: InstanceAddress
+    message: Register
+
+
+@dataclass(frozen=True, slots=True)
+class PostWrite:
+    """WRITE our blocks into a peer's.
+
+    Answered by TransferPosted or PostRefused; after TransferPosted, by TransferCompleted or
+    TransferFailed. `notice` arrives with the bytes.
+    """
+
+    operation_id: OperationId
+    peer: PeerRank
+    address: InstanceAddress
+    route: Route
+    own_block_ids: BlockGroups
+    peer_block_ids: BlockGroups
+    peer_first_token: int
+    span: TokenSpan
+    notice: Landed
+
+
+@dataclass(frozen=True, slots=True)
+class PostRead:
+    """READ a peer's blocks into ours; answered like PostWrite."""
+
+    operation_id: OperationId
+    peer: PeerRank
+    address: InstanceAddress
+    route: Route
+    own_block_ids: BlockGroups
+    own_first_token: int
+    peer_block_ids: BlockGroups
+    span: TokenSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Stop polling an operation: its peer is gone, or its quarantine is over. Not answered."""
+
+    operation_id: OperationId
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Give the engine a report. Not answered."""
+
+    report: Report
+
+
+Command = (
+    Connect | Disconnect | SendMessage | SendNotification | PostWrite | PostRead | Abandon | Tell
+)

@@ -1,0 +1,319 @@
+"""One rank's part in all its transfers: events in, commands out.
+
+Decides which side an event belongs to, when time-outs are due and when to send heartbeats.
+Refuses to know threads, sockets and clocks: the same endpoint runs under the courier, under
+tests and under a simulator.
+
+Use: `commands = endpoint.handle(event, now)`, do them in order, answer each that asks for an
+answer; call again with `TimePassed` at `next_deadline()`. `now` is any clock that never goes
+back; only differences matter.
+"""
+
+from collections.abc import Mapping
+
+from kvcourier.config import Limits, Timing
+from kvcourier.core.commands import Command, SendMessage
+from kvcourier.core.events import (
+    BlocksReserved,
+    ConnectFailed,
+    Event,
+    HoldBegun,
+    MessageReceived,
+    OperationId,
+    PeerConnected,
+    PeerLost,
+    PostRefused,
+    PrefillFinished,
+    RequestAborted,
+    TimePassed,
+    TransferCompleted,
+    TransferFailed,
+    TransferPosted,
+    WantBegun,
+    WantDeclined,
+)
+from kvcourier.core.holder import Holder
+from kvcourier.core.lifecycle import HoldState, WantState
+from kvcourier.core.messages import (
+    AnyMessage,
+    Cancel,
+    Collected,
+    Fail,
+    Fenced,
+    Landed,
+    Register,
+    Registered,
+    Renew,
+    Renewed,
+)
+from kvcourier.core.stories import StoryEntry
+from kvcourier.core.wanter import Wanter
+from kvcourier.core.workspace import Counted, TimerKind, Workspace
+from kvcourier.errors import MappingError
+from kvcourier.ids import InstanceAddress, PeerRank, Rank, RequestId
+from kvcourier.layout.geometry import CacheGeometry
+
+_MAX_OPEN_BEATS = 64
+
+
+class Endpoint:
+    """Holder and wanter of one rank, and what they share.
+
+    Args:
+        me: this rank of this life of this instance.
+        address: where our instance's handshake server listens, told to peers.
+        geometries: cache shape of every rank of our instance.
+        timing: every duration of the protocol.
+        limits: bounds on what peers may send and make us keep.
+    """
+
+    def __init__(
+        self,
+        me: PeerRank,
+        address: InstanceAddress,
+        geometries: Mapping[Rank, CacheGeometry],
+        timing: Timing,
+        limits: Limits,
+    ) -> None:
+        self._space = Workspace(me, geometries, timing, limits)
+        self._holder = Holder(self._space)
+        self._wanter = Wanter(self._space, address)
+        self._beat_serial = 0
+        self._beats: dict[tuple[PeerRank, int], float] = {}
+        self._timer_handlers = {
+            **self._holder.on_timer,
+            **self._wanter.on_timer,
+            TimerKind.CONNECT: self._on_connect_overdue,
+            TimerKind.PEER_IDLE: self._space.forget_peer,
+            TimerKind.BEAT: self._on_beat_due,
+        }
+
+    # The four verbs.
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take one event; returns what to do about it, in order.
+
+        Deadlines that are due come first, so that what arrives late is late.
+
+        Raises:
+            LocalProtocolError: the driver or the engine broke the contract.
+        """
+        self._space.now = now
+        self._holder.expire_leases()
+        for kind, name in self._space.timers.take_due(now):
+            self._timer_handlers[kind](name)
+        self._dispatch(event)
+        # A beat asked for by this event goes out with it: the proof of a READ starts here.
+        for kind, name in self._space.timers.take_due(now):
+            self._timer_handlers[kind](name)
+        return self._space.take_commands()
+
+    def next_deadline(self) -> float | None:
+        """When `handle(TimePassed(), ...)` is due at the latest; None if nothing waits."""
+        deadlines = (self._space.timers.next(), self._holder.next_expiry())
+        return min((at for at in deadlines if at is not None), default=None)
+
+    def story(self, name: str) -> list[StoryEntry] | None:
+        """What happened to a transfer, by request id or transfer id."""
+        return self._space.stories.story(name)
+
+    def check(self) -> None:
+        """Assert the endpoint's own invariants; for tests and for idle moments in production."""
+        space = self._space
+        for hold in self._holder.holds:
+            assert hold.state is not HoldState.RELEASED
+            leased = self._holder.next_expiry() is not None
+            assert hold.state is not HoldState.HELD or leased, f"{hold.request_id}: no lease"
+        for want in self._wanter.wants:
+            waits_by_time = want.state is not WantState.QUEUED
+            timed = (TimerKind.WANT, want.request_id) in space.timers
+            assert timed or not waits_by_time, f"{want.request_id} waits in {want.state} for ever"
+        if self.idle:
+            assert not len(space.flights), "operations in flight without an owner"
+
+    # Questions.
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no hold, no want and no waiting registration."""
+        return not (self._holder.holds or self._wanter.wants or self._holder.num_waiting)
+
+    @property
+    def awaits_notification(self) -> bool:
+        """Whether a peer's notification is expected soon, so that polling for it pays."""
+        return bool(self._holder.holds or self._wanter.wants)
+
+    @property
+    def counts(self) -> Mapping[Counted, int]:
+        """Everything counted so far."""
+        return self._space.counts
+
+    def gauges(self) -> dict[str, int]:
+        """Sizes of the tables, by name."""
+        holds, wants = self._holder.holds, self._wanter.wants
+        quarantined = [hold.block_ids for hold in holds if hold.state is HoldState.QUARANTINED]
+        quarantined += [want.block_ids for want in wants if want.state is WantState.QUARANTINED]
+        return {
+            "holds": len(holds),
+            "wants": len(wants),
+            "waiting_registrations": self._holder.num_waiting,
+            "operations_in_flight": len(self._space.flights),
+            "peers": len(self._space.peers),
+            "quarantined_blocks": sum(len(group) for groups in quarantined for group in groups),
+        }
+
+    # Dispatch.
+
+    def _dispatch(self, event: Event) -> None:
+        match event:
+            case TimePassed():
+                pass
+            case HoldBegun():
+                self._holder.begin(event)
+            case PrefillFinished():
+                self._holder.finish_prefill(event)
+            case WantBegun():
+                self._wanter.begin(event)
+            case BlocksReserved():
+                self._wanter.reserve(event)
+            case WantDeclined(request_id):
+                self._wanter.decline(request_id)
+            case RequestAborted(request_id):
+                if not self._holder.abort(request_id):
+                    self._wanter.abort(request_id)
+            case MessageReceived(message):
+                self._on_message(message)
+            case PeerConnected():
+                self._on_peer_connected(event)
+            case ConnectFailed(address, reason):
+                self._on_connect_failed(address, reason)
+            case PeerLost():
+                self._on_peer_lost(event)
+            case TransferPosted():
+                self._on_posted(event)
+            case PostRefused(operation_id, reason) | TransferFailed(operation_id, reason):
+                self._on_operation_ended(operation_id, reason)
+            case TransferCompleted(operation_id):
+                self._on_operation_ended(operation_id, None)
+
+    def _on_message(self, message: AnyMessage) -> None:
+        match message:
+            case Register():
+                self._replace_if_restarted(message)
+                self._holder.on_register(message)
+            case Cancel():
+                self._holder.on_cancel(message)
+            case Collected():
+                self._holder.on_collected(message)
+            case Renew():
+                self._holder.on_renew(message)
+            case Registered():
+                self._wanter.on_registered(message)
+            case Landed():
+                self._wanter.on_landed(message)
+            case Fail():
+                self._wanter.on_fail(message)
+            case Fenced():
+                self._wanter.on_fenced(message)
+            case Renewed():
+                self._on_renewed(message)
+
+    # Peers.
+
+    def _on_peer_connected(self, event: PeerConnected) -> None:
+        space = self._space
+        peer = space.peers.get(event.address)
+        if peer is None:
+            return
+        space.cancel_timer(TimerKind.CONNECT, event.address)
+        try:
+            peer.connected(
+                event.incarnation, event.modes, event.geometries, space.geometries, space.me.rank
+            )
+        except MappingError as error:
+            self._on_connect_failed(event.address, str(error))
+            return
+        if not peer.users:
+            space.set_timer(TimerKind.PEER_IDLE, event.address, space.timing.peer_idle_s)
+        self._holder.on_peer_connected(peer)
+        self._wanter.on_peer_connected(peer)
+
+    def _on_connect_failed(self, address: InstanceAddress, reason: str) -> None:
+        if self._space.forget_peer(address) is not None:
+            self._holder.on_peer_failed(address, reason)
+            self._wanter.on_peer_failed(address, reason)
+
+    def _on_connect_overdue(self, address: InstanceAddress) -> None:
+        self._on_connect_failed(address, f"no answer from {address} to the handshake in time")
+
+    def _on_peer_lost(self, event: PeerLost) -> None:
+        peer = self._space.peers.get(event.address)
+        if peer is None or peer.incarnation != event.incarnation:
+            return
+        self._space.counts[Counted.PEERS_LOST] += 1
+        self._space.forget_peer(event.address)
+        self._holder.on_peer_failed(event.address, event.reason)
+        self._wanter.on_peer_lost(event.address, event.reason)
+
+    def _replace_if_restarted(self, message: Register) -> None:
+        """A registration from a new life at a known address means that the old one is over."""
+        sender = message.sender.peer()
+        address = InstanceAddress(sender.engine_id, message.decode_host, message.decode_port)
+        peer = self._space.peers.get(address)
+        if peer is not None and peer.incarnation not in (None, sender.incarnation):
+            assert peer.incarnation is not None
+            reason = f"{address} was restarted"
+            self._on_peer_lost(PeerLost(address, peer.incarnation, reason))
+
+    # Operations.
+
+    def _on_posted(self, event: TransferPosted) -> None:
+        owner = self._space.flights.owner(event.operation_id)
+        if owner is None:
+            return
+        side, request_id, peer = owner
+        self._space.note(
+            request_id,
+            "posted",
+            operation="WRITE" if side == "hold" else "READ",
+            peer=str(peer),
+            pieces=event.num_pieces,
+            bytes=event.num_bytes,
+            post_s=event.seconds,
+        )
+
+    def _on_operation_ended(self, operation_id: OperationId, reason: str | None) -> None:
+        if self._space.flights.owner(operation_id) is None:
+            # Abandoned before: its answer was already on the way.
+            return
+        owner = self._space.flights.land(operation_id)
+        if owner[0] == "hold":
+            self._holder.on_landed(owner, reason)
+        else:
+            self._wanter.on_operation_ended(owner, reason)
+
+    # Heartbeats.
+
+    def _on_beat_due(self, address: InstanceAddress) -> None:
+        items = self._wanter.beat_items(address)
+        for peer, renewals in items.items():
+            self._beat_serial = (self._beat_serial + 1) % (1 << 31)
+            self._beats[peer, self._beat_serial] = self._space.now
+            self._space.emit(
+                SendMessage(peer, Renew(self._space.sender, self._beat_serial, renewals))
+            )
+        while len(self._beats) > _MAX_OPEN_BEATS * max(1, len(self._space.peers)):
+            del self._beats[next(iter(self._beats))]
+        if items:
+            self._space.set_timer(TimerKind.BEAT, address, self._space.timing.heartbeat_s)
+
+    def _on_renewed(self, message: Renewed) -> None:
+        peer = message.sender.peer()
+        asked_at = self._beats.pop((peer, message.serial), None)
+        if asked_at is None:
+            self._space.counts[Counted.MESSAGES_IGNORED] += 1
+            return
+        for request_id in message.known:
+            self._wanter.on_lease_answer(peer, RequestId(request_id), asked_at, message.granted_s)
+        for request_id in message.unknown:
+            self._wanter.on_lease_refused(peer, RequestId(request_id), asked_at)

@@ -1,0 +1,177 @@
+"""What can happen to an endpoint: inputs of `Endpoint.handle`.
+
+Decides the closed list. Each is a fact in the past tense. Refuses to know what follows from it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NewType
+
+from kvcourier.config import TransferMode
+from kvcourier.core.messages import AnyMessage
+from kvcourier.core.params import WantIntent
+from kvcourier.ids import (
+    BlockId,
+    HoldId,
+    Incarnation,
+    InstanceAddress,
+    Rank,
+    RequestId,
+    TransferKey,
+)
+from kvcourier.layout.geometry import CacheGeometry, TokenSpan
+
+OperationId = NewType("OperationId", int)
+"""The core's name for one posted operation."""
+
+BlockGroups = tuple[tuple[BlockId, ...], ...]
+"""Block ids per cache group."""
+
+
+# From the engine.
+
+
+@dataclass(frozen=True, slots=True)
+class HoldBegun:
+    """P accepted a prompt that somebody wants; its KV does not exist yet.
+
+    `hold_id` is new for every hold of every life.
+    """
+
+    request_id: RequestId
+    hold_id: HoldId
+    key: TransferKey | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFinished:
+    """The KV of positions [0, num_tokens) is written in these blocks, which are ours now."""
+
+    request_id: RequestId
+    block_ids: BlockGroups
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class WantBegun:
+    """D accepted a request whose KV somebody else holds."""
+
+    request_id: RequestId
+    intent: WantIntent
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReserved:
+    """D reserved blocks for positions `span`; they are ours until released."""
+
+    request_id: RequestId
+    block_ids: BlockGroups
+    span: TokenSpan
+
+
+@dataclass(frozen=True, slots=True)
+class WantDeclined:
+    """D needs nothing after all (full prefix hit, request refused)."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAborted:
+    """The engine has ended the request; it only wants its blocks back."""
+
+    request_id: RequestId
+
+
+# From the world.
+
+
+@dataclass(frozen=True, slots=True)
+class MessageReceived:
+    """A decoded message, by whichever way it came."""
+
+    message: AnyMessage
+
+
+@dataclass(frozen=True, slots=True)
+class PeerConnected:
+    """Answers `Connect`: the peer is checked and addressable."""
+
+    address: InstanceAddress
+    incarnation: Incarnation
+    modes: frozenset[TransferMode]
+    geometries: Mapping[Rank, CacheGeometry]
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectFailed:
+    """Answers `Connect`: no answer, refused, or not understood."""
+
+    address: InstanceAddress
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """That life of that instance is over: nothing of it can touch our memory any more."""
+
+    address: InstanceAddress
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPosted:
+    """Answers `Post`: the operation runs; TransferCompleted or TransferFailed will follow."""
+
+    operation_id: OperationId
+    num_pieces: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PostRefused:
+    """Answers `Post`: nothing is in flight for it."""
+
+    operation_id: OperationId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCompleted:
+    """All bytes of the operation have moved."""
+
+    operation_id: OperationId
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """The operation ended without moving everything; it is quiet."""
+
+    operation_id: OperationId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Nothing happened but time: deadlines may be due."""
+
+
+Event = (
+    HoldBegun
+    | PrefillFinished
+    | WantBegun
+    | BlocksReserved
+    | WantDeclined
+    | RequestAborted
+    | MessageReceived
+    | PeerConnected
+    | ConnectFailed
+    | PeerLost
+    | TransferPosted
+    | PostRefused
+    | TransferCompleted
+    | TransferFailed
+    | TimePassed
+)

@@ -1,0 +1,415 @@
+"""The side that has the KV (P): holds it under a lease until everybody who wants it has it.
+
+Decides which hold a message means, how long it is kept, when everybody is served and when the
+blocks go back. Refuses to know how a registered rank is served (`deliveries`) and what a wanter
+does (`wanter`).
+
+Blocks go back in exactly one place, `_release`, and only when nothing of the hold is in flight.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvcourier.config import TransferMode
+from kvcourier.core.commands import Abandon
+from kvcourier.core.deliveries import Deliveries
+from kvcourier.core.events import HoldBegun, PrefillFinished
+from kvcourier.core.holds import (
+    Delivery,
+    DeliveryKey,
+    EndedHolds,
+    Hold,
+    Registration,
+    claim_of,
+)
+from kvcourier.core.leases import LeaseTable
+from kvcourier.core.lifecycle import HOLD, DeliveryState, HoldEvent, HoldState, step
+from kvcourier.core.messages import (
+    Cancel,
+    Collected,
+    Fenced,
+    HoldName,
+    Register,
+    Renew,
+    Renewed,
+)
+from kvcourier.core.outcomes import Outcome
+from kvcourier.core.peers import Peer, PeerState
+from kvcourier.core.rendezvous import Rendezvous
+from kvcourier.core.workspace import Counted, Owner, TimerKind, Workspace
+from kvcourier.errors import LocalProtocolError
+from kvcourier.ids import InstanceAddress, PeerRank, RequestId
+
+_MAX_REMEMBERED = 4096
+_CANCELLED = "cancelled"
+
+
+class Holder:
+    """All holds of one rank, and the registrations that wait for theirs."""
+
+    def __init__(self, space: Workspace) -> None:
+        self._space = space
+        self._deliveries = Deliveries(space)
+        self._holds: dict[RequestId, Hold] = {}
+        self._by_delivery: dict[DeliveryKey, Delivery] = {}
+        self._waiting: dict[DeliveryKey, Registration] = {}
+        self._rendezvous: Rendezvous[DeliveryKey] = Rendezvous()
+        self._leases = LeaseTable()
+        self._ended = EndedHolds(_MAX_REMEMBERED)
+        self.on_timer: Mapping[TimerKind, Callable[[Any], None]] = {
+            TimerKind.REGISTRATION: self._on_registration_expired,
+            TimerKind.DELIVERY: self._on_delivery_overdue,
+            TimerKind.HOLD_QUARANTINE: self._on_quarantine_over,
+        }
+
+    @property
+    def holds(self) -> list[Hold]:
+        """Every hold that is not released."""
+        return list(self._holds.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Registrations for prompts not seen yet."""
+        return len(self._waiting)
+
+    def next_expiry(self) -> float | None:
+        """When the next lease runs out."""
+        return self._leases.next_expiry()
+
+    # From the engine.
+
+    def begin(self, event: HoldBegun) -> None:
+        """A prompt that somebody wants was accepted.
+
+        Raises:
+            LocalProtocolError: the request or its transfer key is held already.
+        """
+        self._rendezvous.open(event.request_id, event.key)
+        hold = Hold(event.request_id, event.hold_id, event.key)
+        self._holds[event.request_id] = hold
+        if event.key is not None:
+            self._space.stories.alias(event.key.transfer_id, event.request_id)
+        self._space.note(event.request_id, "hold_begun")
+        for key in self._rendezvous.meet(event.request_id):
+            self._space.cancel_timer(TimerKind.REGISTRATION, key)
+            self._attach(hold, self._waiting.pop(key))
+
+    def finish_prefill(self, event: PrefillFinished) -> None:
+        """All KV of a prompt is written.
+
+        Raises:
+            LocalProtocolError: no such hold, or its prefill had finished before.
+        """
+        hold = self._holds.get(event.request_id)
+        if hold is None:
+            raise LocalProtocolError(f"{event.request_id} is not held")
+        hold.state = step(HOLD, hold.state, HoldEvent.PREFILL_FINISHED, event.request_id)
+        hold.block_ids = event.block_ids
+        hold.num_tokens = event.num_tokens
+        self._space.note(
+            event.request_id,
+            "prefill_finished",
+            num_tokens=event.num_tokens,
+            num_registered=len(hold.deliveries),
+        )
+        self._leases.grant(event.request_id, self._space.now, self._lease_s)
+        for delivery in list(hold.deliveries.values()):
+            self._deliveries.advance(delivery)
+        self._settle(hold)
+
+    def abort(self, request_id: RequestId) -> bool:
+        """The engine ended the request; False if it is none of ours."""
+        hold = self._holds.get(request_id)
+        if hold is None:
+            return False
+        if hold.state is not HoldState.QUARANTINED:
+            self._end(hold, None, "the prefill instance ended the request")
+        return True
+
+    # From wanters.
+
+    def on_register(self, message: Register) -> None:
+        """A wanter's rank reserved blocks. Idempotent: it is sent again until acknowledged."""
+        registration = Registration.of(message)
+        known = self._by_delivery.get(registration.key)
+        if known is not None:
+            self._deliveries.repeat_answer(known)
+            return
+        problem = _problem(message)
+        if problem:
+            self._deliveries.refuse(registration, problem)
+            return
+        request_id = self._rendezvous.find(registration.claim)
+        if request_id is not None:
+            self._attach(self._holds[request_id], registration)
+        else:
+            self._wait(registration)
+
+    def on_cancel(self, message: Cancel) -> None:
+        """A wanter's rank wants no more writes; answered at once unless something is in flight."""
+        peer = message.sender.peer()
+        key = (peer, RequestId(message.request_id))
+        self._drop_waiting(key)
+        delivery = self._by_delivery.get(key)
+        if delivery is not None:
+            self._deliveries.end(delivery)
+        if delivery is None or delivery.state is not DeliveryState.QUARANTINED:
+            self._space.send(peer, Fenced(self._space.sender, message.request_id, message.epoch))
+        hold = self._find(message.name, peer, message.request_id)
+        if hold is not None:
+            self._serve(hold, peer, message.consumers, _CANCELLED)
+
+    def on_collected(self, message: Collected) -> None:
+        """A wanter's rank has read the KV, or does not need it."""
+        peer = message.sender.peer()
+        self._drop_waiting((peer, RequestId(message.request_id)))
+        hold = self._find(message.name, peer, message.request_id)
+        if hold is not None:
+            how = "read" if message.read else "not_needed"
+            self._serve(hold, peer, message.consumers, how)
+        elif not self._ended.served(message.name, peer):
+            self._space.counts[Counted.STALE_REFUSED] += 1
+
+    def on_renew(self, message: Renew) -> None:
+        """A heartbeat: extend the leases it names and say which of them still stand."""
+        peer = message.sender.peer()
+        known: list[str] = []
+        served: list[str] = []
+        unknown: list[str] = []
+        for item in message.items:
+            hold = self._find(item.name, peer, item.request_id)
+            if hold is not None and hold.state in (HoldState.COMPUTING, HoldState.HELD):
+                self._leases.renew(hold.request_id, self._space.now, self._lease_s)
+                known.append(item.request_id)
+            elif (peer, RequestId(item.request_id)) in self._waiting:
+                known.append(item.request_id)
+            elif self._ended.served(item.name, peer):
+                served.append(item.request_id)
+            else:
+                unknown.append(item.request_id)
+        self._space.send(
+            peer,
+            Renewed(self._space.sender, message.serial, self._lease_s, known, served, unknown),
+        )
+
+    # From the world.
+
+    def on_peer_connected(self, peer: Peer) -> None:
+        """Registrations that waited for this peer can be acknowledged and served."""
+        for registration in list(self._waiting.values()):
+            if registration.address == peer.address:
+                self._acknowledge_waiting(registration, peer)
+        for delivery in list(self._by_delivery.values()):
+            if delivery.registration.address == peer.address:
+                self._deliveries.advance(delivery)
+
+    def on_peer_failed(self, address: InstanceAddress, reason: str) -> None:
+        """A peer could not be connected, or is gone: nothing more can be posted to it."""
+        for key, registration in list(self._waiting.items()):
+            if registration.address == address:
+                self._drop_waiting(key)
+                self._deliveries.refuse(registration, reason)
+        for delivery in list(self._by_delivery.values()):
+            if (
+                delivery.registration.address == address
+                and delivery.state is DeliveryState.REGISTERED
+            ):
+                self._deliveries.fail(delivery, reason)
+
+    def on_landed(self, owner: Owner, reason: str | None) -> None:
+        """A write is terminal; `reason` says why it failed, None that it did not."""
+        _, request_id, peer = owner
+        hold = self._holds[request_id]
+        for delivery in hold.deliveries.values():
+            if delivery.registration.peer == peer and delivery.state in (
+                DeliveryState.WRITING,
+                DeliveryState.QUARANTINED,
+            ):
+                self._deliveries.on_landed(delivery, reason)
+        if hold.state is HoldState.QUARANTINED and self._is_quiet(hold):
+            self._release(hold, HoldEvent.QUIESCED)
+        else:
+            self._settle(hold)
+
+    def expire_leases(self) -> None:
+        """End every hold whose lease has run out."""
+        for request_id in self._leases.take_expired(self._space.now):
+            self._space.counts[Counted.LEASES_EXPIRED] += 1
+            self._end(
+                self._holds[request_id],
+                Outcome.SEND_FAILED,
+                "the lease ran out before the KV was collected",
+            )
+
+    def _on_registration_expired(self, key: DeliveryKey) -> None:
+        registration = self._waiting[key]
+        self._space.counts[Counted.REGISTRATIONS_EXPIRED] += 1
+        self._drop_waiting(key)
+        self._deliveries.refuse(registration, "no such prompt came to the prefill instance in time")
+
+    def _on_delivery_overdue(self, key: DeliveryKey) -> None:
+        self._deliveries.on_overdue(self._by_delivery[key])
+
+    def _on_quarantine_over(self, request_id: RequestId) -> None:
+        """The longest any write can take is over: stop waiting for its end."""
+        hold = self._holds[request_id]
+        self._space.counts[Counted.QUARANTINES_EXPIRED] += 1
+        for delivery in hold.deliveries.values():
+            for operation_id in self._space.flights.of(delivery.owner):
+                self._space.emit(Abandon(operation_id))
+                self._space.flights.land(operation_id)
+        self._release(hold, HoldEvent.QUIESCED)
+
+    # Registrations.
+
+    def _attach(self, hold: Hold, registration: Registration) -> None:
+        """A registration meets its hold."""
+        rival = any(
+            delivery.registration.peer == registration.peer for delivery in hold.deliveries.values()
+        )
+        if rival or not hold.bind(registration.peer, registration.message.consumers):
+            self._space.leave_peer(registration.address, registration.request_id)
+            self._deliveries.refuse(registration, "this prompt's KV is promised to another request")
+            return
+        delivery = Delivery(hold, registration)
+        hold.deliveries[registration.key] = delivery
+        self._by_delivery[registration.key] = delivery
+        self._space.stories.alias(registration.request_id, hold.request_id)
+        self._space.note(
+            hold.request_id,
+            "registered",
+            by=str(registration.peer),
+            first_token=registration.message.first_token,
+            while_computing=hold.state is HoldState.COMPUTING,
+        )
+        peer = self._use_peer(registration)
+        if peer is None:
+            self._deliveries.fail(delivery, "too many peers")
+        else:
+            self._deliveries.advance(delivery)
+
+    def _wait(self, registration: Registration) -> None:
+        """Keep a registration for a prompt that has not come yet."""
+        ended = self._ended.find(registration.message.name)
+        if ended is not None:
+            self._deliveries.refuse(registration, f"the KV is not held any more: {ended.reason}")
+            return
+        full = len(self._waiting) >= self._space.limits.max_waiting_registrations
+        if full and registration.key not in self._waiting:
+            self._deliveries.refuse(registration, "too many registrations wait for prompts")
+            return
+        peer = self._use_peer(registration)
+        if peer is None:
+            self._deliveries.refuse(registration, "too many peers")
+            return
+        if registration.key not in self._waiting:
+            self._space.set_timer(
+                TimerKind.REGISTRATION, registration.key, self._space.timing.registration_ttl_s
+            )
+        self._waiting[registration.key] = registration
+        self._rendezvous.wait(registration.key, registration.claim)
+        self._acknowledge_waiting(registration, peer)
+
+    def _acknowledge_waiting(self, registration: Registration, peer: Peer) -> None:
+        if peer.state is PeerState.CONNECTED and registration.peer.incarnation == peer.incarnation:
+            self._deliveries.acknowledge(registration)
+
+    def _drop_waiting(self, key: DeliveryKey) -> None:
+        registration = self._waiting.pop(key, None)
+        if registration is not None:
+            self._rendezvous.withdraw(key)
+            self._space.cancel_timer(TimerKind.REGISTRATION, key)
+            self._space.leave_peer(registration.address, registration.request_id)
+
+    def _use_peer(self, registration: Registration) -> Peer | None:
+        return self._space.use_peer(
+            registration.address, registration.request_id, TransferMode.PUSH
+        )
+
+    # Holds.
+
+    def _find(self, name: HoldName, peer: PeerRank, wanter_request_id: str) -> Hold | None:
+        """The hold a message means; a hold id that does not match means: not this one."""
+        delivery = self._by_delivery.get((peer, RequestId(wanter_request_id)))
+        if delivery is not None:
+            return delivery.hold
+        request_id = self._rendezvous.find(claim_of(name, peer, RequestId(wanter_request_id)))
+        hold = self._holds.get(request_id) if request_id is not None else None
+        if hold is None or name.hold_id not in (None, hold.hold_id):
+            return None
+        return hold
+
+    def _serve(
+        self, hold: Hold, peer: PeerRank, consumers: list[tuple[int, int]], how: str
+    ) -> None:
+        """One of the wanter's ranks needs nothing more from us."""
+        if not hold.bind(peer, consumers):
+            self._space.counts[Counted.STALE_REFUSED] += 1
+            return
+        hold.served.setdefault(peer.rank, how)
+        self._space.note(hold.request_id, how, by=str(peer))
+        self._settle(hold)
+
+    def _settle(self, hold: Hold) -> None:
+        """End a finished hold when every rank that needs it is served."""
+        if hold.state is not HoldState.HELD or not hold.all_served:
+            return
+        if _CANCELLED in hold.served.values():
+            self._end(hold, Outcome.SEND_FAILED, "the decode instance cancelled it")
+        else:
+            self._end(hold, Outcome.SENT, "served")
+
+    def _end(self, hold: Hold, outcome: Outcome | None, reason: str) -> None:
+        """Nobody gets this KV from now on; None where the engine needs no outcome."""
+        self._leases.end(hold.request_id)
+        self._rendezvous.close(hold.request_id)
+        hold.reason = reason
+        self._ended.remember(hold)
+        for delivery in hold.deliveries.values():
+            self._deliveries.end_with_hold(delivery, reason)
+        if outcome is not None:
+            told = "" if outcome is Outcome.SENT else reason
+            self._space.tell(hold.request_id, outcome, told)
+        if self._is_quiet(hold):
+            self._release(hold, HoldEvent.ENDED_QUIET)
+        else:
+            hold.state = step(HOLD, hold.state, HoldEvent.ENDED_IN_FLIGHT, hold.request_id)
+            self._space.note(hold.request_id, "quarantined")
+            self._space.set_timer(
+                TimerKind.HOLD_QUARANTINE, hold.request_id, self._space.timing.quarantine_limit_s
+            )
+
+    def _release(self, hold: Hold, event: HoldEvent) -> None:
+        """Give the blocks back: the only place where a holder does."""
+        had_blocks = hold.state is not HoldState.COMPUTING
+        hold.state = step(HOLD, hold.state, event, hold.request_id)
+        del self._holds[hold.request_id]
+        self._space.cancel_timer(TimerKind.HOLD_QUARANTINE, hold.request_id)
+        for key, delivery in hold.deliveries.items():
+            del self._by_delivery[key]
+            self._space.cancel_timer(TimerKind.DELIVERY, key)
+            self._space.leave_peer(delivery.registration.address, delivery.registration.request_id)
+        self._ended.remember(hold)
+        if had_blocks:
+            self._space.tell(hold.request_id, Outcome.RELEASED)
+
+    def _is_quiet(self, hold: Hold) -> bool:
+        return all(
+            self._space.flights.quiet(delivery.owner) for delivery in hold.deliveries.values()
+        )
+
+    @property
+    def _lease_s(self) -> float:
+        return self._space.timing.kv_lease_duration
+
+
+def _problem(message: Register) -> str:
+    """What is wrong with a registration by itself, or nothing."""
+    if len(message.local_block_ids) != 1:
+        groups = len(message.local_block_ids)
+        return f"local_block_ids: one cache group is supported, found {groups}"
+    if message.num_tokens == 0:
+        return "num_tokens: expected at least 1, found 0"
+    if tuple(message.sender.rank) not in {tuple(pair) for pair in message.consumers}:
+        return "consumers: the sender's own rank is missing"
+    return ""

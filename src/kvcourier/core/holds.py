@@ -1,0 +1,173 @@
+"""The records of the holding side (P): one per prompt, one per registration, and what is
+remembered of both.
+
+Decides what is stored and how a late question about an ended hold is answered. Refuses to know
+messages beyond the registration itself, and when anything is sent.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from kvcourier.core.events import BlockGroups
+from kvcourier.core.lifecycle import DELIVERY, DeliveryEvent, DeliveryState, HoldState, step
+from kvcourier.core.messages import HoldName, Register
+from kvcourier.core.rendezvous import Claim
+from kvcourier.core.workspace import Owner
+from kvcourier.ids import (
+    EngineId,
+    HoldId,
+    Incarnation,
+    InstanceAddress,
+    PeerRank,
+    Rank,
+    RequestId,
+    TransferKey,
+)
+
+DeliveryKey = tuple[PeerRank, RequestId]
+"""A wanter's rank and *its* request id: what a registration is known by."""
+
+
+@dataclass(slots=True)
+class Registration:
+    """What a wanter's rank asked for, from when it arrives."""
+
+    peer: PeerRank
+    message: Register
+
+    @classmethod
+    def of(cls, message: Register) -> "Registration":
+        """The registration in a message."""
+        return cls(message.sender.peer(), message)
+
+    @property
+    def request_id(self) -> RequestId:
+        """The wanter's request."""
+        return RequestId(self.message.request_id)
+
+    @property
+    def key(self) -> DeliveryKey:
+        """What it is known by."""
+        return self.peer, self.request_id
+
+    @property
+    def address(self) -> InstanceAddress:
+        """Where the wanter's instance can be reached."""
+        return InstanceAddress(
+            self.peer.engine_id, self.message.decode_host, self.message.decode_port
+        )
+
+    @property
+    def claim(self) -> Claim:
+        """How it names its hold."""
+        return claim_of(self.message.name, self.peer, self.request_id)
+
+
+@dataclass(slots=True)
+class Delivery:
+    """A registration that met its hold."""
+
+    hold: "Hold"
+    registration: Registration
+    state: DeliveryState = DeliveryState.REGISTERED
+    acknowledged: bool = False
+    reason: str = ""
+
+    @property
+    def owner(self) -> Owner:
+        """Under which its operations fly."""
+        return "hold", self.hold.request_id, self.registration.peer
+
+    def advance(self, event: DeliveryEvent) -> None:
+        """Move on by the table."""
+        self.state = step(DELIVERY, self.state, event, self.registration.key)
+
+
+@dataclass(slots=True)
+class Hold:
+    """One prompt's KV.
+
+    `bound` is the one life of one instance that may have it; `needed` are its ranks that take
+    something from ours, `served` those that have it or want it no more, each with how.
+    """
+
+    request_id: RequestId
+    hold_id: HoldId
+    key: TransferKey | None
+    state: HoldState = HoldState.COMPUTING
+    block_ids: BlockGroups = ()
+    num_tokens: int = 0
+    deliveries: dict[DeliveryKey, Delivery] = field(default_factory=dict)
+    bound: tuple[EngineId, Incarnation] | None = None
+    needed: set[Rank] = field(default_factory=set)
+    served: dict[Rank, str] = field(default_factory=dict)
+    reason: str = ""
+
+    def bind(self, peer: PeerRank, consumers: list[tuple[int, int]]) -> bool:
+        """Let this life of this instance have it; False if another one does, or it makes no sense.
+
+        A second registration by the same rank for another of its requests is refused as well:
+        one hold serves one request.
+        """
+        life = (peer.engine_id, peer.incarnation)
+        ranks = {Rank(*pair) for pair in consumers}
+        if self.bound not in (None, life) or peer.rank not in ranks:
+            return False
+        self.bound = life
+        self.needed |= ranks
+        return True
+
+    @property
+    def all_served(self) -> bool:
+        """Whether every rank that needs something has been served."""
+        return bool(self.needed) and self.needed <= self.served.keys()
+
+
+@dataclass(frozen=True, slots=True)
+class EndedHold:
+    """What is remembered of a hold for those who ask late."""
+
+    hold_id: HoldId
+    served: frozenset[Rank]
+    bound: tuple[EngineId, Incarnation] | None
+    reason: str
+
+
+class EndedHolds:
+    """The latest ended holds, by request id and by transfer key."""
+
+    def __init__(self, max_remembered: int) -> None:
+        self._ended: OrderedDict[RequestId | TransferKey, EndedHold] = OrderedDict()
+        self._max_remembered = max_remembered
+
+    def remember(self, hold: Hold) -> None:
+        """A hold has ended."""
+        ended = EndedHold(hold.hold_id, frozenset(hold.served), hold.bound, hold.reason)
+        for name in (hold.request_id, hold.key):
+            if name is not None:
+                self._ended[name] = ended
+                self._ended.move_to_end(name)
+        while len(self._ended) > self._max_remembered:
+            self._ended.popitem(last=False)
+
+    def find(self, name: HoldName) -> EndedHold | None:
+        """The ended hold that is exactly so named."""
+        key = name.key()
+        if key is not None and key in self._ended:
+            return self._ended[key]
+        return self._ended.get(RequestId(name.request_id)) if name.request_id else None
+
+    def served(self, name: HoldName, peer: PeerRank) -> bool:
+        """Whether this rank got all it wanted of this very hold before it ended."""
+        ended = self.find(name)
+        return (
+            ended is not None
+            and ended.bound == (peer.engine_id, peer.incarnation)
+            and peer.rank in ended.served
+            and name.hold_id in (None, ended.hold_id)
+        )
+
+
+def claim_of(name: HoldName, peer: PeerRank, request_id: RequestId) -> Claim:
+    """How a wanter's message names a hold."""
+    return Claim(name, (peer.engine_id, peer.incarnation, request_id), request_id)

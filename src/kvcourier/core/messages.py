@@ -1,0 +1,269 @@
+"""Every message between two endpoints, and its bytes.
+
+Decides fields, types, bounds and encoding. Refuses to know when a message is sent and what is
+done about it. docs/protocol.md lists the messages with their version history.
+
+Rules of change: new fields get a default; a tag is never reused; a type never changes. Readers
+skip fields they do not know. Golden bytes live in tests/core/golden/.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+
+from kvcourier.config import Limits
+from kvcourier.errors import RemoteProtocolError
+from kvcourier.ids import (
+    EngineId,
+    HoldId,
+    Incarnation,
+    PeerRank,
+    Rank,
+    RequestId,
+    TransferId,
+    TransferKey,
+)
+
+PROTOCOL_VERSION = 1
+"""1: first version."""
+
+REGISTRATION_PREFIX = b"PUSH_REG:"
+"""Starts a registration's notification, as in vLLM, so that a foreign one is recognised."""
+
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+RankPair = tuple[Index, Index]
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=False):
+    """Base of all messages; `sender` is filled by the endpoint that sends."""
+
+
+class SenderFields(msgspec.Struct, frozen=True):
+    """Who wrote a message: engine, incarnation and rank."""
+
+    engine_id: Text
+    incarnation: Text
+    rank: RankPair
+
+    def peer(self) -> PeerRank:
+        """The sender as the core's own type."""
+        return PeerRank(EngineId(self.engine_id), Incarnation(self.incarnation), Rank(*self.rank))
+
+
+class HoldName(msgspec.Struct, frozen=True):
+    """How a wanter names what a holder holds; the exact fields win over the others.
+
+    `request_id` is the holder's own (pull: from its answer) or the router's (push).
+    """
+
+    transfer_id: Text | None = None
+    part: Index = 0
+    request_id: Text | None = None
+    hold_id: Text | None = None
+
+    def key(self) -> TransferKey | None:
+        """The exact key, if the router minted one."""
+        if self.transfer_id is None:
+            return None
+        return TransferKey(TransferId(self.transfer_id), self.part)
+
+
+class Register(Message, frozen=True, tag="register"):
+    """Wanter to holder (NIXL notification): write this prompt's KV into my reserved blocks.
+
+    Acknowledged by `Registered`, resent until then, idempotent. `request_id` is the wanter's.
+    `local_block_ids` cover positions from `first_token` on, one list per cache group.
+    `consumers` are all ranks of the wanter that take something from the addressed holder rank;
+    the holder is done with the hold when all of them are served.
+    """
+
+    sender: SenderFields
+    name: HoldName
+    request_id: Text
+    decode_host: Text
+    decode_port: Port
+    decode_tp_size: Index
+    decode_pp_size: Index
+    local_block_ids: list[list[Index]]
+    first_token: Index
+    num_tokens: Index
+    consumers: list[RankPair]
+    epoch: Index = 0
+
+
+class Registered(Message, frozen=True, tag="registered"):
+    """Holder to wanter: your registration is here; a write or a `Fail` will follow."""
+
+    sender: SenderFields
+    request_id: Text
+    epoch: Index = 0
+
+
+class Landed(Message, frozen=True, tag="landed"):
+    """Holder to wanter, riding on a WRITE: these tiles are now in your blocks.
+
+    `request_id` is the wanter's. `route` numbers the routes between the two ranks, in the order
+    both sides compute them (layout.routes). `layers` are global indices, None for all the route
+    covers; tokens are absolute positions.
+    """
+
+    sender: SenderFields
+    request_id: Text
+    first_token: Index
+    num_tokens: Index
+    route: Index = 0
+    epoch: Index = 0
+    layers: list[Index] | None = None
+
+
+class Fail(Message, frozen=True, tag="fail"):
+    """Holder to wanter: this prompt's KV will not be written.
+
+    `held`: the holder still keeps the blocks, so they could be READ. `quiet`: nothing of this
+    transfer is in flight, so the wanter's blocks cannot be touched any more; if false, `Fenced`
+    follows when that is so.
+    """
+
+    sender: SenderFields
+    request_id: Text
+    reason: Annotated[str, msgspec.Meta(max_length=1024)]
+    held: bool
+    quiet: bool
+    epoch: Index = 0
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    """Wanter to holder: do not write any more; answer `Fenced` when nothing is in flight.
+
+    Resent until answered. Also frees the holder from waiting for this rank.
+    """
+
+    sender: SenderFields
+    name: HoldName
+    request_id: Text
+    consumers: list[RankPair]
+    epoch: Index = 0
+
+
+class Fenced(Message, frozen=True, tag="fenced"):
+    """Holder to wanter: nothing is in flight for this transfer and nothing will be posted."""
+
+    sender: SenderFields
+    request_id: Text
+    epoch: Index = 0
+
+
+class Collected(Message, frozen=True, tag="collected"):
+    """Wanter to holder: this rank has what it wanted, or wants nothing (any more).
+
+    `read` is true where the KV was READ, false where it was not needed (full prefix hit, request
+    refused or aborted). The holder frees the blocks when all `consumers` have said so.
+    """
+
+    sender: SenderFields
+    name: HoldName
+    request_id: Text
+    read: bool
+    consumers: list[RankPair]
+
+
+class RenewItem(msgspec.Struct, frozen=True):
+    """One hold to keep alive; `request_id` is the wanter's and comes back in the answer."""
+
+    name: HoldName
+    request_id: Text
+
+
+class Renew(Message, frozen=True, tag="renew"):
+    """Wanter to holder: heartbeat for these holds. `serial` comes back in `Renewed`."""
+
+    sender: SenderFields
+    serial: Index
+    items: list[RenewItem]
+
+
+class Renewed(Message, frozen=True, tag="renewed"):
+    """Holder to wanter: answer to `Renew`.
+
+    `known` holds are kept for at least `granted_s` from when the `Renew` was *sent*, whatever
+    the two clocks say: the promise starts later than the question. `served` ones are over
+    because this wanter rank has everything. `unknown` ones are not held.
+    """
+
+    sender: SenderFields
+    serial: Index
+    granted_s: Annotated[float, msgspec.Meta(ge=0, le=86400)]
+    known: list[Text]
+    served: list[Text]
+    unknown: list[Text]
+
+
+AnyMessage = Register | Registered | Landed | Fail | Cancel | Fenced | Collected | Renew | Renewed
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def sender_fields(peer: PeerRank) -> SenderFields:
+    """The wire form of a rank's identity."""
+    return SenderFields(peer.engine_id, peer.incarnation, (peer.rank.pp_rank, peer.rank.tp_rank))
+
+
+def hold_name(
+    *,
+    transfer_id: TransferId | None,
+    part: int,
+    request_id: RequestId | None,
+    hold_id: HoldId | None = None,
+) -> HoldName:
+    """The wire form of how a hold is named."""
+    return HoldName(transfer_id, part, request_id, hold_id)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """Bytes of a message; a registration has vLLM's prefix in front."""
+    payload = _encoder.encode(message)
+    return REGISTRATION_PREFIX + payload if isinstance(message, Register) else payload
+
+
+def decode(payload: bytes, limits: Limits) -> AnyMessage:
+    """Read a message.
+
+    Raises:
+        RemoteProtocolError: too long, malformed, of an unknown type, or a list is too long.
+    """
+    if len(payload) > limits.max_message_bytes:
+        raise RemoteProtocolError(
+            f"message of {len(payload)} bytes, at most {limits.max_message_bytes} are taken"
+        )
+    try:
+        message = _decoder.decode(payload.removeprefix(REGISTRATION_PREFIX))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"malformed message: {error}") from None
+    _check_lengths(message, limits)
+    return message
+
+
+def _check_lengths(message: AnyMessage, limits: Limits) -> None:
+    """Bound each list: msgspec checks types and numbers, the limits are configuration."""
+    bounds: tuple[tuple[str, int], ...] = (
+        ("consumers", limits.max_ranks),
+        ("local_block_ids", limits.max_groups),
+        ("layers", limits.max_layers),
+        ("items", limits.max_waiting_registrations),
+        ("known", limits.max_waiting_registrations),
+        ("served", limits.max_waiting_registrations),
+        ("unknown", limits.max_waiting_registrations),
+    )
+    for field, limit in bounds:
+        value: Any = getattr(message, field, None)
+        if isinstance(value, list) and len(value) > limit:
+            raise RemoteProtocolError(f"{field}: at most {limit} entries, found {len(value)}")
+    if isinstance(message, Register):
+        for group in message.local_block_ids:
+            if len(group) > limits.max_block_ids:
+                raise RemoteProtocolError(
+                    f"local_block_ids: at most {limits.max_block_ids} ids, found {len(group)}"
+                )

@@ -1,0 +1,43 @@
+"""What an endpoint tells its engine.
+
+Decides the closed set of outcomes. Refuses to know how they come about.
+"""
+
+import enum
+from dataclasses import dataclass
+
+from kvcourier.ids import RequestId
+
+
+class Outcome(enum.StrEnum):
+    """One fact about a request, seen by the engine that owns it.
+
+    Per request and side there is exactly one terminal outcome (RECEIVED, RECEIVE_FAILED, SENT or
+    SEND_FAILED) unless the engine aborted it first, and exactly one RELEASED if blocks were
+    handed over. The blocks belong to the endpoint until RELEASED, whatever else is reported:
+    a failed receive whose memory may still be written is told at once and released later.
+    """
+
+    RECEIVED = "received"
+    """D: all wanted KV is in the blocks handed over. RELEASED comes in the same batch."""
+
+    RECEIVE_FAILED = "receive_failed"
+    """D: the KV will not come; fail the request or compute it in *other* blocks."""
+
+    SENT = "sent"
+    """P: everybody who wanted this prompt's KV has it."""
+
+    SEND_FAILED = "send_failed"
+    """P: it was not collected (lease expired, write failed). Nothing for the engine to repair."""
+
+    RELEASED = "released"
+    """The blocks handed over are the engine's again: nothing in flight can touch them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One outcome; `reason` is a sentence for the failed ones, else empty."""
+
+    request_id: RequestId
+    outcome: Outcome
+    reason: str = ""

@@ -1,0 +1,452 @@
+"""The side that wants the KV (D): registers its blocks and is written to (push), or READs (pull).
+
+Decides when to connect, register, READ, give up and cancel; when everything is received; and when
+the blocks go back. Refuses to know how a holder decides and how bytes move.
+
+"Received" needs every tile from the matched life of the matched instance before our deadline.
+Blocks go back in exactly one place, `_release`, and only when neither our operations nor a peer
+can touch them.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvcourier.config import TransferMode
+from kvcourier.core.asks import Asks
+from kvcourier.core.commands import Abandon
+from kvcourier.core.coverage import Coverage
+from kvcourier.core.events import BlocksReserved, WantBegun
+from kvcourier.core.lifecycle import WantEvent, WantState
+from kvcourier.core.messages import Fail, Fenced, Landed, Registered, RenewItem
+from kvcourier.core.outcomes import Outcome
+from kvcourier.core.peers import Peer, PeerState
+from kvcourier.core.wants import Link, Want
+from kvcourier.core.workspace import Counted, Owner, TimerKind, Workspace
+from kvcourier.errors import LocalProtocolError
+from kvcourier.ids import InstanceAddress, PeerRank, RequestId
+from kvcourier.layout.geometry import TokenSpan
+
+_MAX_CONNECTS = 2
+_AWAITING_WRITE = frozenset({WantState.REGISTERING, WantState.REGISTERED})
+_BEFORE_BLOCKS = frozenset({WantState.QUEUED, WantState.PARTING})
+_NOT_RENEWED = frozenset({WantState.PARTING, WantState.QUARANTINED})
+_TIMEOUT_REASONS = {
+    WantState.CONNECTING: "the prefill instance did not answer the handshake in time",
+    WantState.REGISTERING: "the prefill instance did not acknowledge the registration in time",
+    WantState.REGISTERED: "the prefill instance did not write in time",
+    WantState.READING: "the READ did not end in time",
+    WantState.PROVING: "the prefill instance did not confirm in time that it still held the KV",
+}
+
+
+class Wanter:
+    """All wants of one rank."""
+
+    def __init__(self, space: Workspace, own_address: InstanceAddress) -> None:
+        self._space = space
+        self._asks = Asks(space, own_address)
+        self._wants: dict[RequestId, Want] = {}
+        self.on_timer: Mapping[TimerKind, Callable[[Any], None]] = {
+            TimerKind.WANT: self._on_overdue,
+            TimerKind.RESEND: self._on_resend,
+        }
+
+    @property
+    def wants(self) -> list[Want]:
+        """Every want that is not released."""
+        return list(self._wants.values())
+
+    # From the engine.
+
+    def begin(self, event: WantBegun) -> None:
+        """A request was accepted and may wait for blocks; connect and keep its lease alive.
+
+        Raises:
+            LocalProtocolError: the request is wanted already.
+        """
+        if event.request_id in self._wants:
+            raise LocalProtocolError(f"{event.request_id} is wanted already")
+        want = Want(event.request_id, event.intent)
+        self._wants[event.request_id] = want
+        if event.intent.transfer_id is not None:
+            self._space.stories.alias(event.intent.transfer_id, event.request_id)
+        self._space.note(event.request_id, "want_begun", mode="pull" if want.pulls else "push")
+        self._connect(want)
+
+    def reserve(self, event: BlocksReserved) -> None:
+        """The engine gave blocks: register them, or READ into them, as soon as connected.
+
+        Raises:
+            LocalProtocolError: no such want, or it has blocks already.
+        """
+        want = self._wants.get(event.request_id)
+        if want is None:
+            raise LocalProtocolError(f"{event.request_id} is not wanted")
+        want.advance(WantEvent.BLOCKS_RESERVED)
+        want.block_ids, want.span = event.block_ids, event.span
+        self._space.note(
+            event.request_id, "blocks_reserved", start=event.span.start, stop=event.span.stop
+        )
+        self._await_connection(want)
+
+    def decline(self, request_id: RequestId) -> None:
+        """Nothing is needed after all; unknown requests are fine."""
+        want = self._wants.get(request_id)
+        if want is not None and want.state is WantState.QUEUED:
+            self._part(want)
+
+    def abort(self, request_id: RequestId) -> bool:
+        """The engine ended the request; False if it is none of ours."""
+        want = self._wants.get(request_id)
+        if want is None:
+            return False
+        if want.state is WantState.QUEUED:
+            self._part(want)
+        elif want.state not in (WantState.PARTING, WantState.QUARANTINED):
+            self._end(want, None, "aborted")
+        return True
+
+    # From holders.
+
+    def on_registered(self, message: Registered) -> None:
+        """A source rank has our registration."""
+        want, link = self._match(message.sender.peer(), message.request_id)
+        if want is None or link is None or want.state is not WantState.REGISTERING:
+            self._ignore()
+            return
+        link.acknowledged = True
+        if all(source.acknowledged for source in want.sources):
+            want.advance(WantEvent.ACKNOWLEDGED)
+            want.registered_at = self._space.now
+            self._space.cancel_timer(TimerKind.RESEND, want.request_id)
+            self._space.note(want.request_id, "registered")
+
+    def on_landed(self, message: Landed) -> None:
+        """A tile was written. Anything but an expected tile of a live want is stale."""
+        want, link = self._match(message.sender.peer(), message.request_id)
+        if want is None or link is None or want.state not in _AWAITING_WRITE:
+            self._space.counts[Counted.STALE_REFUSED] += 1
+            return
+        span = TokenSpan(message.first_token, message.first_token + message.num_tokens)
+        expected = message.route < len(link.coverage)
+        if not expected or not link.coverage[message.route].land(span, message.layers):
+            self._space.counts[Counted.STALE_REFUSED] += 1
+            return
+        self._space.note(want.request_id, "landed", by=str(link.peer), tokens=len(span))
+        if link.covered:
+            link.may_write = False
+        if all(source.covered for source in want.sources):
+            self._receive(want, WantEvent.LANDED)
+
+    def on_fail(self, message: Fail) -> None:
+        """A source rank will not write."""
+        want, link = self._match(message.sender.peer(), message.request_id)
+        if want is None or link is None:
+            self._ignore()
+            return
+        if message.quiet:
+            link.may_write = False
+        if want.state in _AWAITING_WRITE:
+            self._end(want, Outcome.RECEIVE_FAILED, message.reason)
+        else:
+            self._release_if_quiet(want)
+
+    def on_fenced(self, message: Fenced) -> None:
+        """A source rank has nothing in flight and will post nothing."""
+        want, link = self._match(message.sender.peer(), message.request_id)
+        if want is None or link is None:
+            self._ignore()
+            return
+        link.may_write = False
+        self._release_if_quiet(want)
+
+    def on_lease_answer(
+        self, peer: PeerRank, request_id: RequestId, asked_at: float, granted_s: float
+    ) -> None:
+        """A source rank holds it still: good for `granted_s` from when we asked."""
+        want, link = self._match(peer, request_id)
+        if want is None or link is None:
+            return
+        link.proven_until = max(link.proven_until, asked_at + granted_s)
+        if want.state is WantState.REGISTERED:
+            self._space.set_timer(
+                TimerKind.WANT, request_id, self._space.timing.push_registration_timeout
+            )
+        elif want.state is WantState.PROVING:
+            self._prove(want)
+
+    def on_lease_refused(self, peer: PeerRank, request_id: RequestId, asked_at: float) -> None:
+        """A source rank does not hold it (any more)."""
+        want, link = self._match(peer, request_id)
+        if want is None or link is None:
+            return
+        pulling = want.pulls and want.state in (WantState.READING, WantState.PROVING)
+        # Before its acknowledgement a registration may have been on its way, so "not known" means
+        # nothing; so it does where it was asked before that.
+        forgotten = want.state is WantState.REGISTERED and asked_at > want.registered_at
+        if pulling or forgotten:
+            self._space.counts[Counted.STALE_REFUSED] += 1
+            self._end(
+                want, Outcome.RECEIVE_FAILED, "the prefill instance does not hold this KV any more"
+            )
+
+    # From the world.
+
+    def on_peer_connected(self, peer: Peer) -> None:
+        """Everything that waited for this peer can go on."""
+        for want in self.wants:
+            if want.address == peer.address:
+                self._on_connected(want, peer)
+
+    def on_peer_failed(self, address: InstanceAddress, reason: str) -> None:
+        """A peer could not be connected: those who need it now fail."""
+        for want in self.wants:
+            if want.address != address:
+                continue
+            if want.state is WantState.CONNECTING:
+                self._end(want, Outcome.RECEIVE_FAILED, reason)
+            elif want.state is WantState.PARTING:
+                self._release(want, WantEvent.ENDED_QUIET)
+
+    def on_peer_lost(self, address: InstanceAddress, reason: str) -> None:
+        """That life is over: it writes no more, and holds nothing."""
+        for want in self.wants:
+            if want.address != address:
+                continue
+            for link in want.links.values():
+                link.may_write = False
+            acknowledged = any(link.acknowledged for link in want.links.values())
+            if want.state is WantState.REGISTERING and not acknowledged:
+                self._reconnect(want, reason)
+            elif want.state is WantState.QUARANTINED:
+                self._release_if_quiet(want)
+            elif want.state is WantState.PARTING:
+                self._release(want, WantEvent.ENDED_QUIET)
+            elif want.state is WantState.QUEUED:
+                want.links = {}
+            elif want.state is not WantState.CONNECTING:
+                self._end(want, Outcome.RECEIVE_FAILED, reason)
+
+    def on_operation_ended(self, owner: Owner, reason: str | None) -> None:
+        """A READ is terminal; `reason` says why it failed, None that it did not."""
+        want = self._wants[owner[1]]
+        if want.state is WantState.READING and reason is not None:
+            self._end(want, Outcome.RECEIVE_FAILED, reason)
+        elif want.state is WantState.READING and self._quiet_locally(want):
+            want.advance(WantEvent.READ_COMPLETED)
+            want.read_completed_at = self._space.now
+            self._space.note(want.request_id, "read")
+            self._space.set_timer(
+                TimerKind.WANT, want.request_id, self._space.timing.handshake_timeout_s
+            )
+            self._prove(want)
+        else:
+            self._release_if_quiet(want)
+
+    def beat_items(self, address: InstanceAddress) -> dict[PeerRank, list[RenewItem]]:
+        """What to renew with each rank of this peer."""
+        items: dict[PeerRank, list[RenewItem]] = {}
+        for want in self._wants.values():
+            if want.address == address and want.state not in _NOT_RENEWED:
+                for link in want.links.values():
+                    items.setdefault(link.peer, []).append(self._asks.renewal(want))
+        return items
+
+    # Steps.
+
+    def _connect(self, want: Want) -> None:
+        want.num_connects += 1
+        mode = TransferMode.PULL if want.pulls else TransferMode.PUSH
+        peer = self._space.use_peer(want.address, want.request_id, mode)
+        if peer is not None and peer.state is PeerState.CONNECTED:
+            self._on_connected(want, peer)
+
+    def _await_connection(self, want: Want) -> None:
+        """CONNECTING: go on at once if connected, else at the latest fail in time."""
+        self._space.set_timer(
+            TimerKind.WANT, want.request_id, 1.5 * self._space.timing.handshake_timeout_s
+        )
+        peer = self._space.peers.get(want.address)
+        if peer is None:
+            # The early connection had failed or was given up: one more try, now that it matters.
+            mode = TransferMode.PULL if want.pulls else TransferMode.PUSH
+            peer = self._space.use_peer(want.address, want.request_id, mode)
+            if peer is None:
+                self._end(want, Outcome.RECEIVE_FAILED, "too many peers")
+        elif peer.state is PeerState.CONNECTED:
+            self._on_connected(want, peer)
+
+    def _on_connected(self, want: Want, peer: Peer) -> None:
+        if not want.links:
+            want.links = {
+                rank: Link(peer.rank(rank), peer.routes_to_us.get(rank, ()), consumers)
+                for rank, consumers in peer.consumers.items()
+                if self._space.me.rank in consumers
+            }
+            self._space.set_timer(TimerKind.BEAT, want.address, 0.0)
+        if want.state is WantState.PARTING:
+            self._let_go(want, read=False)
+            self._release(want, WantEvent.ENDED_QUIET)
+        elif want.state is WantState.CONNECTING:
+            problem = _mismatch(want, peer)
+            if problem:
+                self._end(want, Outcome.RECEIVE_FAILED, problem)
+            elif want.pulls:
+                self._read(want)
+            else:
+                self._register(want)
+
+    def _register(self, want: Want) -> None:
+        want.advance(WantEvent.REGISTRATION_SENT)
+        self._space.set_timer(
+            TimerKind.WANT, want.request_id, self._space.timing.push_registration_timeout
+        )
+        for link in want.sources:
+            link.coverage = [Coverage(route.layers, want.span) for route in link.routes]
+            link.may_write = True
+            self._asks.register(want, link)
+        self._space.set_timer(TimerKind.RESEND, want.request_id, self._space.timing.resend_s)
+
+    def _read(self, want: Want) -> None:
+        assert isinstance(want.intent, PullIntent)
+        want.advance(WantEvent.READ_POSTED)
+        self._space.set_timer(
+            TimerKind.WANT, want.request_id, self._space.timing.transfer_timeout_s
+        )
+        # Asked before the first byte is read: the answer proves that the hold stood all along.
+        self._space.set_timer(TimerKind.BEAT, want.address, 0.0)
+        for link in want.sources:
+            self._asks.read(want, link)
+
+    def _prove(self, want: Want) -> None:
+        """A READ counts only if every holder still held the KV when it had ended."""
+        if all(link.proven_until >= want.read_completed_at for link in want.sources):
+            self._receive(want, WantEvent.PROVEN)
+
+    def _receive(self, want: Want, event: WantEvent) -> None:
+        self._space.tell(want.request_id, Outcome.RECEIVED)
+        # A written-to holder rank knows by itself; one that we READ from or only free does not.
+        self._let_go(want, read=want.pulls)
+        self._release(want, event)
+
+    def _part(self, want: Want) -> None:
+        """No blocks were handed over; only the holder must learn that it may let go."""
+        want.advance(WantEvent.NOT_NEEDED)
+        self._space.set_timer(
+            TimerKind.WANT, want.request_id, self._space.timing.handshake_timeout_s
+        )
+        peer = self._space.peers.get(want.address)
+        if peer is None:
+            self._release(want, WantEvent.ENDED_QUIET)
+        elif peer.state is PeerState.CONNECTED:
+            self._on_connected(want, peer)
+
+    def _reconnect(self, want: Want, reason: str) -> None:
+        """The peer was replaced before it knew of us: try its successor, once."""
+        if want.num_connects >= _MAX_CONNECTS:
+            self._end(want, Outcome.RECEIVE_FAILED, reason)
+            return
+        want.links = {}
+        want.advance(WantEvent.PEER_REPLACED)
+        self._space.cancel_timer(TimerKind.RESEND, want.request_id)
+        want.num_connects += 1
+        self._await_connection(want)
+
+    def _end(self, want: Want, outcome: Outcome | None, reason: str) -> None:
+        """The KV will not come, or is not wanted; None where the engine needs no outcome."""
+        want.reason = reason
+        if outcome is not None:
+            self._space.tell(want.request_id, outcome, reason)
+        if not want.pulls:
+            for link in want.sources:
+                self._asks.cancel(want, link)
+        self._let_go(want, read=False)
+        if want.quiet_remotely and self._quiet_locally(want):
+            self._release(want, WantEvent.ENDED_QUIET)
+            return
+        want.advance(WantEvent.ENDED_IN_FLIGHT)
+        self._space.note(want.request_id, "quarantined", reason=reason)
+        self._space.set_timer(
+            TimerKind.WANT, want.request_id, self._space.timing.quarantine_limit_s
+        )
+        self._space.set_timer(TimerKind.RESEND, want.request_id, self._space.timing.resend_s)
+
+    def _release_if_quiet(self, want: Want) -> None:
+        if (
+            want.state is WantState.QUARANTINED
+            and want.quiet_remotely
+            and self._quiet_locally(want)
+        ):
+            self._release(want, WantEvent.QUIESCED)
+
+    def _release(self, want: Want, event: WantEvent) -> None:
+        """Give the blocks back: the only place where a wanter does."""
+        had_blocks = want.state not in _BEFORE_BLOCKS
+        want.advance(event)
+        del self._wants[want.request_id]
+        self._space.cancel_timer(TimerKind.WANT, want.request_id)
+        self._space.cancel_timer(TimerKind.RESEND, want.request_id)
+        self._space.leave_peer(want.address, want.request_id)
+        if had_blocks:
+            self._space.tell(want.request_id, Outcome.RELEASED)
+
+    def _on_overdue(self, request_id: RequestId) -> None:
+        want = self._wants[request_id]
+        if want.state is WantState.PARTING:
+            self._release(want, WantEvent.ENDED_QUIET)
+        elif want.state is WantState.QUARANTINED:
+            self._space.counts[Counted.QUARANTINES_EXPIRED] += 1
+            for link in want.links.values():
+                link.may_write = False
+                for operation_id in self._space.flights.of(want.owner(link)):
+                    self._space.emit(Abandon(operation_id))
+                    self._space.flights.land(operation_id)
+            self._release(want, WantEvent.QUIESCED)
+        else:
+            self._end(want, Outcome.RECEIVE_FAILED, _TIMEOUT_REASONS[want.state])
+
+    def _on_resend(self, request_id: RequestId) -> None:
+        want = self._wants[request_id]
+        if want.state is WantState.REGISTERING:
+            self._space.counts[Counted.REGISTRATIONS_RESENT] += 1
+            for link in want.sources:
+                if not link.acknowledged:
+                    self._asks.register(want, link)
+        elif want.state is WantState.QUARANTINED and not want.pulls:
+            for link in want.sources:
+                if link.may_write:
+                    self._asks.cancel(want, link)
+        else:
+            return
+        self._space.set_timer(TimerKind.RESEND, request_id, self._space.timing.resend_s)
+
+    # Answers.
+
+    def _let_go(self, want: Want, *, read: bool) -> None:
+        """Free the holder ranks that do not know by themselves that we need nothing more."""
+        for link in want.links.values():
+            if want.pulls or not link.routes or want.state is WantState.PARTING:
+                self._asks.let_go(want, link, read=read)
+
+    def _match(self, peer: PeerRank, request_id: str) -> tuple[Want | None, Link | None]:
+        """The want a message is about, and its link, if it comes from the matched life."""
+        want = self._wants.get(RequestId(request_id))
+        link = want.links.get(peer.rank) if want else None
+        return (want, link) if link is not None and link.peer == peer else (None, None)
+
+    def _quiet_locally(self, want: Want) -> bool:
+        return all(self._space.flights.quiet(want.owner(link)) for link in want.links.values())
+
+    def _ignore(self) -> None:
+        self._space.counts[Counted.MESSAGES_IGNORED] += 1
+
+
+def _mismatch(want: Want, peer: Peer) -> str:
+    """Why this connected peer cannot serve this request, or nothing."""
+    mode = TransferMode.PULL if want.pulls else TransferMode.PUSH
+    if mode not in peer.modes:
+        return f"mode: {mode} asked for, {', '.join(sorted(peer.modes))} there"
+    expected = getattr(want.intent, "incarnation", None)
+    if expected not in (None, peer.incarnation):
+        return "the prefill instance was restarted since; its KV is gone"
+    return ""

@@ -1,0 +1,92 @@
+"""The records of the wanting side (D): one per request, and one per source rank of each.
+
+Decides what is stored and what follows from it alone: what is covered, quiet, acknowledged and
+proven. Refuses to know messages and when anything is sent.
+"""
+
+from dataclasses import dataclass, field
+
+from kvcourier.core.coverage import Coverage
+from kvcourier.core.events import BlockGroups
+from kvcourier.core.lifecycle import WANT, WantEvent, WantState, step
+from kvcourier.core.params import PullIntent, WantIntent
+from kvcourier.core.workspace import Owner
+from kvcourier.ids import InstanceAddress, PeerRank, Rank, RequestId
+from kvcourier.layout.geometry import TokenSpan
+from kvcourier.layout.routes import Route
+
+_NOTHING = TokenSpan(0, 0)
+
+
+@dataclass(slots=True)
+class Link:
+    """One source rank of a request.
+
+    Attributes:
+        peer: the source rank, in the life we matched.
+        routes: what we take from it; none for a rank we only have to free.
+        consumers: ranks of our instance that take from it.
+        coverage: what has landed, per route (push).
+        may_write: whether it may still write into our blocks (push): from our registration until
+            all has landed, it is fenced, or it is gone.
+        acknowledged: it has our registration.
+        proven_until: until when, on our clock, it certainly keeps the hold (pull).
+    """
+
+    peer: PeerRank
+    routes: tuple[Route, ...]
+    consumers: tuple[Rank, ...]
+    coverage: list[Coverage] = field(default_factory=list)
+    may_write: bool = False
+    acknowledged: bool = False
+    proven_until: float = 0.0
+
+    @property
+    def covered(self) -> bool:
+        """Whether everything wanted of this rank has landed."""
+        return all(part.complete for part in self.coverage)
+
+
+@dataclass(slots=True)
+class Want:
+    """One request whose KV somebody else holds."""
+
+    request_id: RequestId
+    intent: WantIntent
+    state: WantState = WantState.QUEUED
+    links: dict[Rank, Link] = field(default_factory=dict)
+    block_ids: BlockGroups = ()
+    span: TokenSpan = _NOTHING
+    num_connects: int = 0
+    registered_at: float = 0.0
+    read_completed_at: float = 0.0
+    reason: str = ""
+
+    @property
+    def address(self) -> InstanceAddress:
+        """Where the holder's instance listens."""
+        holder = self.intent.holder
+        return InstanceAddress(holder.engine_id, holder.host, holder.port)
+
+    @property
+    def pulls(self) -> bool:
+        """Whether we READ; else we are written to."""
+        return isinstance(self.intent, PullIntent)
+
+    @property
+    def sources(self) -> list[Link]:
+        """The source ranks we take something from."""
+        return [link for link in self.links.values() if link.routes]
+
+    @property
+    def quiet_remotely(self) -> bool:
+        """Whether no peer can write into our blocks any more."""
+        return not any(link.may_write for link in self.links.values())
+
+    def owner(self, link: Link) -> Owner:
+        """Under which its READs from this rank fly."""
+        return "want", self.request_id, link.peer
+
+    def advance(self, event: WantEvent) -> None:
+        """Move on by the table."""
+        self.state = step(WANT, self.state, event, self.request_id)

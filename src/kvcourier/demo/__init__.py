@@ -1,0 +1,8 @@
+"""A prefill and a decode instance on this machine, compared with a single one.
+
+Reading path: `run.py` (the order of events), `client.py` (one request and what it shows),
+`report.py` (medians, table, JSON, verdict), `prompts.py`, `processes.py` (children that are always
+stopped; the end-to-end tests use it too).
+
+Common changes: a new column goes through `client.Answer` or `traffic.Traffic`, then `report.py`.
+"""

@@ -1,0 +1,106 @@
+"""Who owns which block of the KV cache, and which blocks hold a known prefix.
+
+Decides allocation, sharing by reference count and eviction, least recently used first. Refuses to
+know requests, tensors and threads.
+
+A block is *owned* (reference count above 0) or *free*. Either may be *published*: its KV is really
+there and belongs to a known chain of tokens, so that others may share it. A free published block
+stays findable until it is allocated for something else.
+"""
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NewType
+
+from kvcourier.ids import BlockId
+
+BlockKey = NewType("BlockKey", bytes)
+"""Name of a full block's content: digest of its tokens and of all tokens before it."""
+
+
+def extend_keys(keys: list[BlockKey], tokens: Sequence[int], block_size: int) -> None:
+    """Append the keys of those full blocks of `tokens` that `keys` does not cover yet.
+
+    A cryptographic digest, because an accidental or a crafted collision would answer one user
+    with another's context.
+    """
+    for start in range(len(keys) * block_size, len(tokens) - block_size + 1, block_size):
+        digest = hashlib.blake2b(keys[-1] if keys else b"", digest_size=16)
+        digest.update(array("q", tokens[start : start + block_size]).tobytes())
+        keys.append(BlockKey(digest.digest()))
+
+
+class BlockPool:
+    """All blocks of one engine. Every call is all or nothing."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        # Next to be allocated first: unpublished ones, then published ones by last use.
+        self._free: OrderedDict[BlockId, None] = OrderedDict.fromkeys(
+            map(BlockId, range(num_blocks))
+        )
+        self._block_of: dict[BlockKey, BlockId] = {}
+        self._key_of: dict[BlockId, BlockKey] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` could give out, published ones included."""
+        return len(self._free)
+
+    def match(self, keys: Iterable[BlockKey]) -> list[BlockId]:
+        """Published blocks for the longest prefix of `keys`; they are not owned by this."""
+        found: list[BlockId] = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def allocate(self, shared: Sequence[BlockId], num_new: int) -> list[BlockId] | None:
+        """Own `shared` (as found by `match`) and `num_new` other blocks; None if too few are free.
+
+        Give every block back with `release`, once per call that returned it.
+        """
+        num_revived = sum(self._references[block] == 0 for block in shared)
+        if num_revived + num_new > len(self._free):
+            return None
+        for block in shared:
+            if self._references[block] == 0:
+                del self._free[block]
+            self._references[block] += 1
+        fresh: list[BlockId] = []
+        for _ in range(num_new):
+            block, _ = self._free.popitem(last=False)
+            self._forget(block)
+            self._references[block] = 1
+            fresh.append(block)
+        return [*shared, *fresh]
+
+    def release(self, blocks: Sequence[BlockId]) -> None:
+        """End one ownership of each block. The end of a sequence is evicted before its start."""
+        for block in reversed(blocks):
+            assert self._references[block] > 0, f"block {block} is not owned"
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._free[block] = None
+                if block not in self._key_of:
+                    self._free.move_to_end(block, last=False)
+
+    def publish(self, block: BlockId, key: BlockKey) -> None:
+        """Let others find an owned block whose KV is complete.
+
+        The first block of a key stays the one that is found; a later copy is simply not shared.
+        """
+        assert self._references[block] > 0, f"block {block} is not owned"
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def _forget(self, block: BlockId) -> None:
+        key = self._key_of.pop(block, None)
+        if key is not None:
+            del self._block_of[key]

@@ -1,0 +1,475 @@
+"""The engine: requests in, tokens out, KV handed to and taken from an endpoint.
+
+Decides what happens to a request between submission and its last event. Refuses to know HTTP, how
+models compute, and how KV travels. All state but the inbox belongs to one thread, which sleeps
+until a client or a courier wakes it, and never waits for the network.
+"""
+
+import logging
+import threading
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvcourier.core.params import HoldIntent, PullIntent, PushIntent
+from kvcourier.engine.admission import RequestLimits
+from kvcourier.engine.api import (
+    FinishReason,
+    GenerationRequest,
+    ModelInfo,
+    RequestRejected,
+    TokenEvent,
+)
+from kvcourier.engine.blocks import BlockPool
+from kvcourier.engine.config import EngineConfig, make_cache
+from kvcourier.engine.kv_cache import KVCache
+from kvcourier.engine.models import LoadedModel
+from kvcourier.engine.runner import ModelRunner
+from kvcourier.engine.sampler import TokenSampler, sample
+from kvcourier.engine.scheduler import Phase, Scheduler, Sequence, Work
+from kvcourier.errors import KVCourierError
+from kvcourier.ids import RequestId
+from kvcourier.runtime.interface import Endpoint
+from kvcourier.runtime.reports import Outcome, Report
+
+logger = logging.getLogger(__name__)
+
+
+class EngineStopped(KVCourierError):
+    """The engine was closed, or its thread died: HTTP 503."""
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request that has not had its last event.
+
+    `owes_endpoint`: the endpoint knows it and is owed a hand-over, a decline or an abort.
+    `has_received`: the endpoint has reported its KV complete.
+    """
+
+    request: GenerationRequest
+    sequence: Sequence
+    sampler: TokenSampler
+    owes_endpoint: bool
+    has_received: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: RequestId
+
+
+@dataclass(slots=True)
+class _Counters:
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    finished_requests: int = 0
+    kv_received: int = 0
+    kv_receive_failures: int = 0
+    kv_declined: int = 0
+    kv_sent: int = 0
+    kv_send_failures: int = 0
+    ignored_reports: int = 0
+
+
+class Engine:
+    """Serves one model. Make it, `start` it, `submit` requests, `close` it."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        endpoint: Endpoint | None = None,
+        *,
+        cache: KVCache | None = None,
+    ) -> None:
+        """Prepare an engine; nothing runs yet.
+
+        Args:
+            endpoint: moves KV to and from other instances; started and closed by the engine.
+            cache: the cache that the endpoint has registered, from `make_cache`; a new one if
+                None.
+
+        Raises:
+            ConfigError: a setting does not fit the model.
+        """
+        self.info = ModelInfo(
+            name=model.name,
+            vocab_size=model.vocab_size,
+            max_model_len=config.model_len(model),
+            eos_token_ids=model.eos_token_ids,
+        )
+        self.cache = make_cache(model, config) if cache is None else cache
+        self._config = config
+        self._endpoint = endpoint
+        self._runner = ModelRunner(model, self.cache)
+        self._pool = BlockPool(self.cache.num_blocks)
+        self._scheduler = Scheduler(
+            self._pool,
+            block_size=config.block_size,
+            max_batch_tokens=config.max_batch_tokens,
+            max_num_seqs=config.max_num_seqs,
+            enable_prefix_caching=config.enable_prefix_caching,
+            recompute_threshold=config.kv_recompute_threshold,
+        )
+        self._limits = RequestLimits(
+            self.info, self.cache.num_blocks, config.block_size, endpoint is not None
+        )
+        self._counters = _Counters()
+        self._live: dict[RequestId, _Live] = {}
+        self._num_arrived = 0
+        self._thread = threading.Thread(target=self._run, name="kvcourier-engine", daemon=True)
+        # Shared with other threads, under this condition:
+        self._wake = threading.Condition()
+        self._inbox: list[_Live | _Abort] = []
+        self._used_ids: set[RequestId] = set()
+        self._has_reports = False
+        self._is_stopping = False
+        self._stopped_because: str | None = "it was not started"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are being served."""
+        return self._stopped_because is None
+
+    @property
+    def error(self) -> str | None:
+        """Why the engine does not serve requests; None while it does."""
+        return self._stopped_because
+
+    def start(self) -> None:
+        """Start the endpoint and the engine's thread. Raises ConfigError as the endpoint does."""
+        if self._endpoint is not None:
+            self._endpoint.start(self._on_report_ready)
+        with self._wake:
+            self._stopped_because = None
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all requests with ABORT, stop the thread, close the endpoint; idempotent.
+
+        Blocks until the step that is running has ended.
+        """
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Accept a request; events follow on the engine's thread, the last one always comes.
+
+        Thread-safe, does not wait for the engine.
+
+        Raises:
+            RequestRejected: it can never be served, or its id is in use; nothing was kept.
+            EngineStopped: the engine is not running.
+        """
+        request_id, intent = request.request_id, request.intent
+        with self._wake:
+            if self._stopped_because is not None or self._is_stopping:
+                raise EngineStopped(f"the engine has stopped: {self._stopped_because or 'closing'}")
+            if request_id in self._used_ids:
+                raise RequestRejected(f"request_id: {request_id!r} is in use; send a new one")
+            self._used_ids.add(request_id)
+        try:
+            self._limits.check(request)
+            self._announce(request)
+        except BaseException as error:
+            if isinstance(error, RequestRejected):
+                self._let_holder_go(request)
+            self._forget_id(request_id)
+            raise
+        wants_remote = isinstance(intent, PullIntent | PushIntent)
+        sequence = Sequence(
+            request_id=request_id,
+            arrival=0,
+            tokens=list(request.prompt_token_ids),
+            phase=Phase.WANTING if wants_remote else Phase.WAITING,
+        )
+        sampler = TokenSampler(request.sampling, self.info.eos_token_ids)
+        live = _Live(request, sequence, sampler, owes_endpoint=intent is not None)
+        with self._wake:
+            stopped_because = self._stopped_because
+            if stopped_because is None:
+                self._inbox.append(live)
+                self._wake.notify()
+        if stopped_because is not None:  # meanwhile
+            if self._endpoint is not None:
+                self._endpoint.abort(request_id)
+            self._forget_id(request_id)
+            raise EngineStopped(f"the engine has stopped: {stopped_because}")
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request with an ABORT event; unknown and finished ones are ignored. Thread-safe."""
+        with self._wake:
+            self._inbox.append(_Abort(request_id))
+            self._wake.notify()
+
+    def stats(self) -> dict[str, int | float]:
+        """Gauges and counters, read without stopping the engine."""
+        scheduler, pool = self._scheduler, self._pool
+        used = pool.num_blocks - pool.num_free
+        counters = {
+            name: getattr(source, name)
+            for source in (self._counters, scheduler.counters)
+            for name in source.__slots__
+        }
+        return {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting) + len(scheduler.ready),
+            "waiting_remote": len(scheduler.wanting) + len(scheduler.receiving),
+            "kv_blocks": pool.num_blocks,
+            "kv_blocks_used": used,
+            "kv_usage": used / pool.num_blocks,
+            "kv_loans": len(scheduler.loans),
+            **counters,
+        }
+
+    # --- called from other threads ---
+
+    def _announce(self, request: GenerationRequest) -> None:
+        """Tell the endpoint at once: P may be asked, and D's holder wants a heartbeat."""
+        if self._endpoint is None or request.intent is None:
+            return
+        if isinstance(request.intent, HoldIntent):
+            self._endpoint.begin_hold(request.request_id, request.intent)
+        else:
+            self._endpoint.expect(request.request_id, request.intent)
+
+    def _let_holder_go(self, request: GenerationRequest) -> None:
+        """A refused request needs nothing: its holder need not wait for the lease to end."""
+        if self._endpoint is not None and isinstance(request.intent, PullIntent | PushIntent):
+            self._endpoint.expect(request.request_id, request.intent)
+            self._endpoint.decline(request.request_id)
+
+    def _on_report_ready(self) -> None:
+        with self._wake:
+            self._has_reports = True
+            self._wake.notify()
+
+    def _forget_id(self, request_id: RequestId) -> None:
+        with self._wake:
+            self._used_ids.discard(request_id)
+
+    # --- the engine's thread ---
+
+    def _run(self) -> None:
+        if self._config.num_cpu_threads:
+            torch.set_num_threads(self._config.num_cpu_threads)
+        reason, text = FinishReason.ABORT, "the engine was closed"
+        try:
+            batch: list[Work] = []
+            while self._wait(is_busy=bool(batch)):
+                self._take_inbox()
+                self._take_reports()
+                self._admit_remote()
+                batch = self._scheduler.schedule()
+                if batch:
+                    self._step(batch)
+        except BaseException as error:
+            logger.exception("the engine's thread died")
+            reason, text = FinishReason.ERROR, f"the engine failed: {error!r}"
+        finally:
+            with self._wake:
+                self._stopped_because = text
+            self._end_all(reason, text)
+
+    def _wait(self, *, is_busy: bool) -> bool:
+        """Sleep while there is nothing to do; False once the engine is to stop."""
+        with self._wake:
+            while not (is_busy or self._inbox or self._has_reports or self._is_stopping):
+                self._wake.wait()
+            return not self._is_stopping
+
+    def _take_inbox(self) -> None:
+        with self._wake:
+            inbox, self._inbox = self._inbox, []
+        for item in inbox:
+            if isinstance(item, _Live):
+                self._num_arrived += 1
+                item.sequence.arrival = self._num_arrived
+                self._live[item.request.request_id] = item
+                self._scheduler.add(item.sequence)
+            elif (live := self._live.get(item.request_id)) is not None:
+                self._end(live, FinishReason.ABORT)
+
+    def _take_reports(self) -> None:
+        with self._wake:
+            has_reports, self._has_reports = self._has_reports, False
+        if self._endpoint is None or not has_reports:
+            return
+        # Of one batch, what happened comes before what it releases.
+        for report in sorted(
+            self._endpoint.poll(), key=lambda report: report.outcome is Outcome.RELEASED
+        ):
+            self._on_report(report)
+
+    def _on_report(self, report: Report) -> None:
+        counters = self._counters
+        live = self._live.get(report.request_id)
+        is_receiving = live is not None and live.sequence.phase is Phase.RECEIVING
+        match report.outcome:
+            case Outcome.SENT:
+                counters.kv_sent += 1
+            case Outcome.SEND_FAILED:
+                counters.kv_send_failures += 1
+            case Outcome.RECEIVED if live is not None and is_receiving:
+                live.has_received = True
+            case Outcome.RECEIVE_FAILED if live is not None and is_receiving:
+                self._on_receive_failed(live, report.reason)
+            case Outcome.RELEASED:
+                self._on_released(report.request_id, live)
+            case _:
+                counters.ignored_reports += 1
+
+    def _on_released(self, request_id: RequestId, live: _Live | None) -> None:
+        """Blocks come back: filled ones to their sequence, others to the pool."""
+        is_receiving = live is not None and live.sequence.phase is Phase.RECEIVING
+        if live is not None and is_receiving and live.has_received:
+            self._counters.kv_received += 1
+            live.owes_endpoint = False
+            self._scheduler.received(live.sequence)
+        elif not self._scheduler.take_back(request_id):
+            self._counters.ignored_reports += 1
+        elif live is None:
+            self._forget_id(request_id)
+        elif is_receiving:
+            self._on_receive_failed(live, "its blocks were released before it came")
+
+    def _on_receive_failed(self, live: _Live, reason: str) -> None:
+        self._counters.kv_receive_failures += 1
+        live.owes_endpoint = False
+        logger.warning("request %s: KV not received: %s", live.request.request_id, reason)
+        if self._config.kv_load_failure_policy == "recompute":
+            self._scheduler.compute_instead(live.sequence)
+        else:
+            self._end(live, FinishReason.ERROR, error=f"the prompt's KV did not come: {reason}")
+
+    def _admit_remote(self) -> None:
+        for admission in self._scheduler.admit_remote():
+            assert self._endpoint is not None, "requests with an intent need an endpoint"
+            request_id = admission.sequence.request_id
+            live = self._live[request_id]
+            try:
+                if admission.blocks:
+                    self._endpoint.receive(request_id, [admission.blocks], admission.span)
+                else:
+                    live.owes_endpoint = False
+                    self._counters.kv_declined += 1
+                    self._endpoint.decline(request_id)
+            except Exception as error:
+                logger.exception("request %s: the endpoint refused it", request_id)
+                self._scheduler.take_back(request_id)  # it raised, so nothing was handed over
+                self._end(live, FinishReason.ERROR, error=f"the KV endpoint failed: {error}")
+
+    def _step(self, batch: SequenceOf[Work]) -> None:
+        completing = [self._live[w.sequence.request_id] for w in batch if w.completes]
+        try:
+            logits = self._runner.run(batch)
+            tokens = sample(logits, [live.sampler for live in completing])
+        except Exception as error:
+            logger.exception("a step of %d requests failed", len(batch))
+            for work in batch:
+                live = self._live[work.sequence.request_id]
+                self._end(live, FinishReason.ERROR, error=f"the engine's step failed: {error!r}")
+            return
+        self._counters.steps += 1
+        for work in batch:
+            num_prompt = len(self._live[work.sequence.request_id].request.prompt_token_ids)
+            self._counters.prompt_tokens += min(work.count, max(0, num_prompt - work.start))
+            self._scheduler.computed(work)
+        for live, token in zip(completing, tokens, strict=True):
+            self._on_token(live, token)
+
+    def _on_token(self, live: _Live, token: int) -> None:
+        sequence, sampler = live.sequence, live.sampler
+        sequence.tokens.append(token)
+        self._counters.generated_tokens += 1
+        if token in sampler.stop_token_ids:
+            self._end(live, FinishReason.STOP, token)
+        elif (
+            sampler.num_sampled >= live.request.sampling.max_tokens
+            or len(sequence.tokens) >= self._limits.max_tokens
+        ):
+            self._end(live, FinishReason.LENGTH, token)
+        else:
+            self._emit(live, (token,))
+
+    def _end(
+        self, live: _Live, reason: FinishReason, token: int | None = None, *, error: str = ""
+    ) -> None:
+        """Give a request its last event and its blocks a new owner."""
+        request_id = live.request.request_id
+        del self._live[request_id]
+        params = None
+        if isinstance(live.request.intent, HoldIntent) and token is not None:
+            try:
+                params = self._hand_over(live)
+            except Exception as failure:
+                logger.exception("request %s: its KV could not be handed over", request_id)
+                self._scheduler.take_back(request_id)
+                reason, error = FinishReason.ERROR, f"the KV endpoint failed: {failure}"
+        self._scheduler.remove(live.sequence)
+        if live.owes_endpoint and self._endpoint is not None:
+            try:
+                self._endpoint.abort(request_id)
+            except Exception:
+                logger.exception("request %s: the endpoint failed to abort it", request_id)
+        self._counters.finished_requests += 1
+        # The id stays in use while reports about it may come.
+        if request_id not in self._scheduler.loans:
+            self._forget_id(request_id)
+        tokens = () if token is None else (token,)
+        self._emit(live, tokens, reason, params=params, error=error)
+
+    def _hand_over(self, live: _Live) -> dict[str, Any]:
+        """P: lend the prompt's blocks to the endpoint; those of the answer stay ours."""
+        assert self._endpoint is not None, "requests with an intent need an endpoint"
+        sequence, num_tokens = live.sequence, len(live.request.prompt_token_ids)
+        num_blocks = -(-num_tokens // self._config.block_size)
+        lent, sequence.blocks = sequence.blocks[:num_blocks], sequence.blocks[num_blocks:]
+        self._scheduler.lend(sequence.request_id, lent)
+        params = self._endpoint.finish_prefill(sequence.request_id, [lent], num_tokens)
+        live.owes_endpoint = False
+        return params
+
+    def _emit(
+        self,
+        live: _Live,
+        tokens: tuple[int, ...],
+        reason: FinishReason | None = None,
+        *,
+        params: dict[str, Any] | None = None,
+        error: str = "",
+    ) -> None:
+        event = TokenEvent(
+            request_id=live.request.request_id,
+            token_ids=tokens,
+            finish_reason=reason,
+            kv_transfer_params=params,
+            error=error,
+            num_cached_tokens=live.sequence.num_cached_tokens or 0,
+        )
+        try:
+            live.request.on_event(event)
+        except Exception:
+            logger.exception("request %s: its listener failed", live.request.request_id)
+            if reason is None:
+                self.abort(live.request.request_id)
+
+    def _end_all(self, reason: FinishReason, text: str) -> None:
+        """The engine's thread has ended: nobody may be left waiting."""
+        with self._wake:
+            inbox, self._inbox = self._inbox, []
+        for item in inbox:
+            if isinstance(item, _Live):
+                self._live[item.request.request_id] = item
+                self._scheduler.add(item.sequence)
+        for live in list(self._live.values()):
+            self._end(live, reason, error=text if reason is FinishReason.ERROR else "")

@@ -1,0 +1,322 @@
+"""Which tokens are computed next, and who holds blocks meanwhile.
+
+Decides admission, batching, chunking, preemption and the waiting for remote KV. Refuses to know
+models, endpoints, clients and threads: it is told what was computed and what has arrived.
+
+Life of a sequence::
+
+    WANTING --blocks found--> RECEIVING --received--> READY --\\
+       | little is missing        | lost                       \\
+       v                          v                             v
+    WAITING ---------------------------blocks and budget----> RUNNING
+       ^-------------------------blocks ran out------------------/
+
+Blocks have one owner at any time: a sequence, or a *loan* (the endpoint, until it releases them).
+"""
+
+import bisect
+import enum
+from collections import deque
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from kvcourier.engine.blocks import BlockKey, BlockPool, extend_keys
+from kvcourier.ids import BlockId, RequestId
+from kvcourier.layout.geometry import TokenSpan
+
+
+class Phase(enum.StrEnum):
+    """Where a sequence stands."""
+
+    WANTING = "wanting"
+    """Its KV is to come from elsewhere, and it has no blocks yet."""
+    RECEIVING = "receiving"
+    """Its missing blocks are on loan to the endpoint."""
+    READY = "ready"
+    """Its KV has arrived; it waits for a place in the batch."""
+    WAITING = "waiting"
+    """It is to be computed here and has no blocks yet."""
+    RUNNING = "running"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request as the scheduler sees it.
+
+    Attributes:
+        arrival: order of arrival; older ones are served first and preempted last.
+        tokens: the prompt and what was generated so far.
+        num_computed: tokens, from the first on, whose KV is in `blocks`.
+        num_cached_tokens: prompt tokens found in the prefix cache when first admitted.
+    """
+
+    request_id: RequestId
+    arrival: int
+    tokens: list[int]
+    phase: Phase = Phase.WAITING
+    blocks: list[BlockId] = field(default_factory=list)
+    num_computed: int = 0
+    num_published: int = 0
+    num_cached_tokens: int | None = None
+    keys: list[BlockKey] = field(default_factory=list)
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return len(self.tokens) - self.num_computed
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Compute `count` tokens of a sequence from position `start` on."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether a token can be sampled afterwards."""
+        return self.start + self.count == len(self.sequence.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence that wanted remote KV has its turn.
+
+    `blocks` are on loan for `span`; both are empty where so little is missing that it is computed
+    here.
+    """
+
+    sequence: Sequence
+    span: TokenSpan
+    blocks: tuple[BlockId, ...]
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start."""
+
+    preemptions: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+
+
+class Scheduler:
+    """Continuous batching over one block pool; not thread-safe."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_batch_tokens: int,
+        max_num_seqs: int,
+        enable_prefix_caching: bool = True,
+        recompute_threshold: int = 1,
+    ) -> None:
+        self.pool = pool
+        self.counters = SchedulerCounters()
+        self.running: list[Sequence] = []
+        self.ready: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
+        self.wanting: deque[Sequence] = deque()
+        self.receiving: list[Sequence] = []
+        self.loans: dict[RequestId, list[BlockId]] = {}
+        self._block_size = block_size
+        self._max_batch_tokens = max_batch_tokens
+        self._max_num_seqs = max_num_seqs
+        self._enable_prefix_caching = enable_prefix_caching
+        self._recompute_threshold = max(1, recompute_threshold)
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a new sequence; its phase says whether its KV is to come from elsewhere."""
+        if sequence.phase is Phase.WANTING:
+            self.wanting.append(sequence)
+        else:
+            self._wait(sequence)
+
+    def admit_remote(self) -> list[Admission]:
+        """Find blocks, in order of arrival, for sequences whose KV comes from elsewhere.
+
+        This needs no compute, so they may overtake local ones, but only with blocks that the
+        first of those does not need. Each gets all its blocks or none.
+        """
+        admissions: list[Admission] = []
+        while self.wanting:
+            sequence = self.wanting[0]
+            shared = self._match(sequence)
+            cached = len(shared) * self._block_size
+            if len(sequence.tokens) - cached <= self._recompute_threshold:
+                self.wanting.popleft()
+                self._wait(sequence)
+                admissions.append(Admission(sequence, TokenSpan(0, 0), ()))
+                continue
+            num_new = self._num_blocks(len(sequence.tokens)) - len(shared)
+            if num_new + self._reserved_before(sequence) > self.pool.num_free:
+                break
+            blocks = self.pool.allocate(shared, num_new)
+            if blocks is None:
+                break
+            self.wanting.popleft()
+            self._start_with(sequence, shared)
+            lent = blocks[len(shared) :]
+            self.lend(sequence.request_id, lent)
+            sequence.phase = Phase.RECEIVING
+            self.receiving.append(sequence)
+            span = TokenSpan(cached, len(sequence.tokens))
+            admissions.append(Admission(sequence, span, tuple(lent)))
+        return admissions
+
+    def received(self, sequence: Sequence) -> None:
+        """The loan of a receiving sequence came back filled with its KV.
+
+        Its last token is computed again for the logits; that writes equal values to its slot.
+        """
+        self.receiving.remove(sequence)
+        sequence.blocks += self.loans.pop(sequence.request_id)
+        sequence.phase = Phase.READY
+        self._mark_computed(sequence, len(sequence.tokens) - 1)
+        self.ready.append(sequence)
+
+    def compute_instead(self, sequence: Sequence) -> None:
+        """The KV of a receiving sequence will not come: compute it here, in other blocks."""
+        self.receiving.remove(sequence)
+        self._reset(sequence)
+        self._wait(sequence)
+
+    def schedule(self) -> list[Work]:
+        """Choose the next batch, single tokens first; empty if nothing can be computed now.
+
+        Tell `computed` about each item before the next call.
+        """
+        self._make_room()
+        budget = self._max_batch_tokens
+        batch: list[Work] = []
+        for sequence in sorted(self.running, key=lambda s: (s.num_missing > 1, s.arrival)):
+            budget -= self._plan(sequence, budget, batch)
+        while budget > 0 and len(self.running) < self._max_num_seqs:
+            admitted = self._admit_next()
+            if admitted is None:
+                break
+            budget -= self._plan(admitted, budget, batch)
+        return batch
+
+    def computed(self, work: Work) -> None:
+        """The KV of these tokens is in the cache."""
+        self._mark_computed(work.sequence, work.start + work.count)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence in any phase; its blocks are free, those on loan once returned."""
+        places: dict[Phase, SequenceOf[Sequence]] = {
+            Phase.WANTING: self.wanting,
+            Phase.RECEIVING: self.receiving,
+            Phase.READY: self.ready,
+            Phase.WAITING: self.waiting,
+            Phase.RUNNING: self.running,
+        }
+        places[sequence.phase].remove(sequence)  # type: ignore[attr-defined]
+        self._reset(sequence)
+
+    def lend(self, request_id: RequestId, blocks: list[BlockId]) -> None:
+        """Blocks now belong to the endpoint, until `take_back`."""
+        assert request_id not in self.loans, f"{request_id} has blocks on loan already"
+        self.loans[request_id] = blocks
+
+    def take_back(self, request_id: RequestId) -> bool:
+        """The endpoint has released a loan that nobody waits for; False if there was none."""
+        blocks = self.loans.pop(request_id, None)
+        if blocks is not None:
+            self.pool.release(blocks)
+        return blocks is not None
+
+    def _plan(self, sequence: Sequence, budget: int, batch: list[Work]) -> int:
+        count = min(sequence.num_missing, budget)
+        if count > 0:
+            batch.append(Work(sequence, sequence.num_computed, count))
+        return count
+
+    def _admit_next(self) -> Sequence | None:
+        if self.ready:
+            sequence = self.ready.popleft()
+        else:
+            if not self.waiting:
+                return None
+            sequence = self.waiting[0]
+            if self.wanting and self.wanting[0].arrival < sequence.arrival:
+                return None  # an older one is short of blocks: do not take them away from it
+            shared = self._match(sequence)
+            num_new = self._num_blocks(len(sequence.tokens)) - len(shared)
+            blocks = self.pool.allocate(shared, num_new)
+            if blocks is None:
+                return None
+            self.waiting.pop(0)
+            self._start_with(sequence, shared)
+            sequence.blocks = blocks
+        sequence.phase = Phase.RUNNING
+        self.running.append(sequence)
+        return sequence
+
+    def _make_room(self) -> None:
+        """Give each running sequence the block its newest token needs, oldest first."""
+        for sequence in sorted(self.running, key=lambda s: s.arrival):
+            while sequence.phase is Phase.RUNNING and self._num_blocks(len(sequence.tokens)) > len(
+                sequence.blocks
+            ):
+                fresh = self.pool.allocate((), 1)
+                if fresh is not None:
+                    sequence.blocks += fresh
+                else:
+                    self._preempt(max((*self.running, *self.ready), key=lambda s: s.arrival))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.counters.preemptions += 1
+        self.remove(sequence)
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.phase = Phase.WAITING
+        bisect.insort(self.waiting, sequence, key=lambda s: s.arrival)
+
+    def _reset(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.num_computed = 0
+        sequence.num_published = 0
+
+    def _start_with(self, sequence: Sequence, shared: list[BlockId]) -> None:
+        cached = len(shared) * self._block_size
+        sequence.blocks = list(shared)
+        sequence.num_computed = cached
+        sequence.num_published = len(shared)
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = cached
+            self.counters.prefix_queried_tokens += len(sequence.tokens)
+            self.counters.prefix_hit_tokens += cached
+
+    def _match(self, sequence: Sequence) -> list[BlockId]:
+        """Cached blocks a sequence can start with; at least one token is left to compute."""
+        if not self._enable_prefix_caching:
+            return []
+        extend_keys(sequence.keys, sequence.tokens, self._block_size)
+        return self.pool.match(sequence.keys[: (len(sequence.tokens) - 1) // self._block_size])
+
+    def _mark_computed(self, sequence: Sequence, num_computed: int) -> None:
+        sequence.num_computed = num_computed
+        if not self._enable_prefix_caching:
+            return
+        num_full = num_computed // self._block_size
+        if num_full > sequence.num_published:
+            extend_keys(sequence.keys, sequence.tokens, self._block_size)
+            for index in range(sequence.num_published, num_full):
+                self.pool.publish(sequence.blocks[index], sequence.keys[index])
+            sequence.num_published = num_full
+
+    def _reserved_before(self, sequence: Sequence) -> int:
+        """Blocks that the first local sequence, if older, still has to find."""
+        if not self.waiting or self.waiting[0].arrival > sequence.arrival:
+            return 0
+        return self._num_blocks(len(self.waiting[0].tokens))
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)

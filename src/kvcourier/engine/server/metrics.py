@@ -1,0 +1,125 @@
+"""What the server and its engine count, for Prometheus.
+
+Decides names and buckets. Refuses to know how the numbers come about. Names are vLLM's with our
+prefix where they mean the same; request ids are never labels.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+PREFIX = "kvcourier:"
+_LABELS = ("model_name",)
+_REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5)
+
+
+class ServerMetrics:
+    """Histograms and counters of one server, in `registry`."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        model_name: str,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.now_s = clock
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            family = Histogram(PREFIX + name, text, _LABELS, registry=registry, buckets=buckets)
+            return family.labels(model_name)
+
+        self.ttft_s = histogram(
+            "time_to_first_token_seconds",
+            "From the arrival of a request to its first token.",
+            _REQUEST_BUCKETS_S,
+        )
+        self.itl_s = histogram(
+            "inter_token_latency_seconds",
+            "Between two consecutive token events of a request.",
+            _TOKEN_BUCKETS_S,
+        )
+        self.tpot_s = histogram(
+            "request_time_per_output_token_seconds",
+            "Mean per token after the first, one value per finished request.",
+            _TOKEN_BUCKETS_S,
+        )
+        self.e2e_s = histogram(
+            "e2e_request_latency_seconds",
+            "From the arrival of a request to its last token.",
+            _REQUEST_BUCKETS_S,
+        )
+        self._finished = Counter(
+            PREFIX + "request_success",
+            "Answers that ended well, by reason.",
+            (*_LABELS, "finished_reason"),
+            registry=registry,
+        )
+        self._failed = Counter(
+            PREFIX + "request_failure",
+            "HTTP requests that ended with an error object, by status.",
+            (*_LABELS, "status"),
+            registry=registry,
+        )
+        self._model_name = model_name
+
+    def count_finished(self, reason: str) -> None:
+        """One answer has ended well."""
+        self._finished.labels(self._model_name, reason).inc()
+
+    def count_failed(self, status: int) -> None:
+        """One HTTP request has ended with an error object."""
+        self._failed.labels(self._model_name, str(status)).inc()
+
+
+class AnswerTimer:
+    """Observes the latencies of one answer to a request that came at `arrival_s`."""
+
+    def __init__(self, metrics: ServerMetrics, arrival_s: float) -> None:
+        self._metrics = metrics
+        self._start_s = arrival_s
+        self._first_s: float | None = None
+        self._last_s = arrival_s
+        self._num_tokens = 0
+
+    def observe_tokens(self, num_tokens: int) -> None:
+        """`num_tokens` more tokens have come, together."""
+        now_s = self._metrics.now_s()
+        if self._first_s is None:
+            self._first_s = now_s
+            self._metrics.ttft_s.observe(now_s - self._start_s)
+        else:
+            self._metrics.itl_s.observe(now_s - self._last_s)
+        self._last_s = now_s
+        self._num_tokens += num_tokens
+
+    def observe_end(self, reason: str) -> None:
+        """The answer has ended well."""
+        self._metrics.e2e_s.observe(self._metrics.now_s() - self._start_s)
+        if self._first_s is not None and self._num_tokens > 1:
+            self._metrics.tpot_s.observe((self._last_s - self._first_s) / (self._num_tokens - 1))
+        self._metrics.count_finished(reason)
+
+
+class EngineCollector(Collector):
+    """Shows the numbers of `stats()`: counters where the name ends in `_total`, else gauges."""
+
+    def __init__(self, stats: Callable[[], Mapping[str, float]], model_name: str) -> None:
+        self._stats = stats
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        """One family per number."""
+        for name, value in sorted(self._stats().items()):
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            text = f"The engine's {name.replace('_', ' ')}."
+            family = kind(PREFIX + name, text, labels=_LABELS)
+            family.add_metric((self._model_name,), value)
+            yield family
+
+    def describe(self) -> list[Metric]:
+        """Nothing: the names are known only once the engine runs."""
+        return []

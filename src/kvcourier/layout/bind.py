@@ -1,0 +1,352 @@
+"""Which memory ranges move for one request: a plan, bound to regions and block ids.
+
+Decides the pairing of two lists of blocks by absolute token position, and the descriptors of
+both sides, merged wherever bytes are consecutive on both. Refuses to know who asks and who
+posts. Trusts the caches: a peer's goes through `validate.validate_cache` first. Block ids are
+checked here, because they come anew with every request.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcourier.errors import MappingError
+from kvcourier.layout.geometry import Int64Array, MemoryKind, RankCache, TokenSpan
+from kvcourier.layout.plan import MappingPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockRun:
+    """Blocks of one request on one side, in token order.
+
+    Attributes:
+        block_ids: int64 array of shape [n]; block i holds the positions from
+            `first_token + i * block_size` on.
+        first_token: absolute position of the first slot, a multiple of that side's block size.
+    """
+
+    block_ids: Int64Array
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundPieces:
+    """Piece i moves from row i of the source table to row i of the target table.
+
+    Attributes:
+        source_table: int64 array of shape [n, 3]: address, length in bytes, device id.
+        target_table: the same for the target side; lengths are equal row by row.
+        source_memory: kind of all source memory.
+        target_memory: kind of all target memory.
+    """
+
+    source_table: Int64Array
+    target_table: Int64Array
+    source_memory: MemoryKind
+    target_memory: MemoryKind
+
+    def __len__(self) -> int:
+        return len(self.source_table)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that move in all."""
+        return int(self.source_table[:, 1].sum())
+
+
+def bind(
+    plan: MappingPlan,
+    source: RankCache,
+    target: RankCache,
+    source_blocks: BlockRun,
+    target_blocks: BlockRun,
+    span: TokenSpan,
+    layers: Sequence[int] | None = None,
+) -> BoundPieces:
+    """Find the memory ranges that hold the tokens of `span` on both sides.
+
+    Blocks are paired by absolute token position, never by count or from the tail; blocks outside
+    the span are left alone. Whole units move: where `span.stop` lies inside a unit, the slots
+    after it in that unit are overwritten on the target side too. Both sides own the block that
+    the last token is in, and nothing is in these slots yet, so that does no harm.
+
+    Args:
+        plan: the plan for these two ranks.
+        source: cache that has the bytes.
+        target: cache that wants them.
+        source_blocks: the request's blocks on the source side.
+        target_blocks: the request's blocks on the target side.
+        span: positions to move; `span.start` is a multiple of `plan.unit_tokens`.
+        layers: global layers to move, for streaming; all of the plan's if None.
+
+    Raises:
+        MappingError: the plan was made for other geometries; the span is empty, or starts inside
+            a unit; blocks are missing, out of range, or twice in the target; a layer is not in
+            the plan; or the regions of one side differ in memory kind or device.
+    """
+    if plan.source != source.geometry or plan.target != target.geometry:
+        raise MappingError(
+            f"plan: made for other geometries than those of {source.rank} and {target.rank}"
+        )
+    units = _units(span, plan.unit_tokens)
+    source_units = _locate("source", plan.source.block_size, source, source_blocks, units, plan)
+    target_units = _locate("target", plan.target.block_size, target, target_blocks, units, plan)
+    _require_distinct(target_units.blocks)
+    selected = _selected_layers(plan, layers)
+    source_planes = _planes("source", source, plan.source_rows[selected])
+    target_planes = _planes("target", target, plan.target_rows[selected])
+    runs = _unit_runs(plan, source_planes, target_planes)
+    tables = _tables(
+        [_repeat(runs, members, plan, source_units, target_units) for members in _alike(runs)]
+    )
+    tables[0, :, 2] = source_planes.device_id
+    tables[1, :, 2] = target_planes.device_id
+    return BoundPieces(tables[0], tables[1], source_planes.memory, target_planes.memory)
+
+
+def _units(span: TokenSpan, unit_tokens: int) -> range:
+    """Numbers of the units that cover the span, counted from position 0."""
+    if not 0 <= span.start < span.stop:
+        raise MappingError(f"span: expected 0 <= start < stop, found {span.start} to {span.stop}")
+    if span.start % unit_tokens:
+        raise MappingError(
+            f"span: expected a start that is a multiple of {unit_tokens} tokens, found {span.start}"
+        )
+    return range(span.start // unit_tokens, -(-span.stop // unit_tokens))
+
+
+class _Units(NamedTuple):
+    """Where the units of a span lie on one side.
+
+    Attributes:
+        blocks: ids of the blocks that the span touches, one entry per block.
+        block_of_unit: block id of each unit.
+        unit_in_block: position of each unit in its block; None where a block is one unit.
+    """
+
+    blocks: Int64Array
+    block_of_unit: Int64Array
+    unit_in_block: Int64Array | None
+
+    def offsets(self, block_stride_bytes: int, unit_stride_bytes: int) -> Int64Array:
+        """Bytes from the start of a plane to each unit."""
+        offsets = self.block_of_unit * block_stride_bytes
+        if self.unit_in_block is not None:
+            offsets += self.unit_in_block * unit_stride_bytes
+        return offsets
+
+
+def _locate(
+    side: str,
+    block_size: int,
+    cache: RankCache,
+    run: BlockRun,
+    units: range,
+    plan: MappingPlan,
+) -> _Units:
+    if run.first_token < 0 or run.first_token % block_size:
+        raise MappingError(
+            f"{side} blocks: expected a first token that is a multiple of the block size "
+            f"{block_size}, found {run.first_token}"
+        )
+    units_per_block = block_size // plan.unit_tokens
+    units_before = run.first_token // plan.unit_tokens
+    first, stop = units.start - units_before, units.stop - units_before
+    first_block, stop_block = first // units_per_block, -(-stop // units_per_block)
+    if first < 0 or stop_block > len(run.block_ids):
+        raise MappingError(
+            f"{side} blocks: positions {units.start * plan.unit_tokens} to "
+            f"{units.stop * plan.unit_tokens} are wanted, {len(run.block_ids)} blocks of "
+            f"{block_size} tokens hold {run.first_token} to "
+            f"{run.first_token + len(run.block_ids) * block_size}"
+        )
+    blocks = np.asarray(run.block_ids[first_block:stop_block], np.int64)
+    low, high = int(blocks.min()), int(blocks.max())
+    if low < 0 or high >= cache.geometry.num_blocks:
+        raise MappingError(
+            f"{side} blocks: expected ids from 0 to {cache.geometry.num_blocks - 1} on rank "
+            f"{cache.rank}, found {low if low < 0 else high}"
+        )
+    if units_per_block == 1:
+        return _Units(blocks, blocks, None)
+    block, inner = np.divmod(np.arange(first, stop, dtype=np.int64), units_per_block)
+    return _Units(blocks, blocks[block - first_block], inner)
+
+
+def _require_distinct(blocks: Int64Array) -> None:
+    ordered = np.sort(blocks)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(twice):
+        raise MappingError(f"target blocks: block {twice[0]} is there more than once")
+
+
+def _selected_layers(plan: MappingPlan, layers: Sequence[int] | None) -> slice | list[int]:
+    """Which of the plan's rows to move, in the plan's order."""
+    if layers is None:
+        return slice(None)
+    wanted = set(layers)
+    unknown = wanted.difference(plan.route.layers)
+    if unknown or not wanted:
+        raise MappingError(
+            f"layers: expected some of {plan.route.layers}, found {sorted(unknown) or 'none'}"
+        )
+    return [row for row, layer in enumerate(plan.route.layers) if layer in wanted]
+
+
+class _Planes(NamedTuple):
+    """Planes of one side that take part, layer by layer: arrays with one entry per plane."""
+
+    region: Int64Array
+    address: Int64Array
+    block_stride_bytes: Int64Array
+    memory: MemoryKind
+    device_id: int
+
+
+def _planes(side: str, cache: RankCache, rows: Int64Array) -> _Planes:
+    placement = cache.placement
+    region = placement.region[rows].ravel()
+    used = [cache.regions[index] for index in set(region.tolist())]
+    kinds = {(each.memory.value, each.device_id) for each in used}
+    if len(kinds) > 1:
+        raise MappingError(
+            f"{side} regions of rank {cache.rank}: expected one kind of memory on one device, "
+            f"found {sorted(kinds)}"
+        )
+    region_address = np.array([each.address for each in cache.regions], np.int64)
+    return _Planes(
+        region=region,
+        address=region_address[region] + placement.offset_bytes[rows].ravel(),
+        block_stride_bytes=placement.block_stride_bytes[rows].ravel(),
+        memory=used[0].memory,
+        device_id=used[0].device_id,
+    )
+
+
+class _UnitRuns(NamedTuple):
+    """Pieces of unit 0 of block 0 over all planes: arrays with one entry per piece.
+
+    A piece of any other unit is found by stepping: all pieces of a plane step alike.
+    """
+
+    source: Int64Array
+    target: Int64Array
+    lengths: Int64Array
+    source_block_stride: Int64Array
+    target_block_stride: Int64Array
+
+
+def _unit_runs(plan: MappingPlan, source: _Planes, target: _Planes) -> _UnitRuns:
+    """Join pieces that adjoin on both sides, also across planes and layers.
+
+    Planes that lie side by side in each block (K and V interleaved, or all layers in one block)
+    become one piece that way. Joined pieces must step alike, or they would part in later blocks.
+    """
+    per_plane = len(plan.lengths)
+    runs = _UnitRuns(
+        (source.address[:, None] + plan.source_offsets).ravel(),
+        (target.address[:, None] + plan.target_offsets).ravel(),
+        np.tile(plan.lengths, len(source.address)),
+        np.repeat(source.block_stride_bytes, per_plane),
+        np.repeat(target.block_stride_bytes, per_plane),
+    )
+    joined = _adjoin(runs.source, runs.target, runs.lengths)
+    if not joined.any():
+        return runs
+    for key in (
+        np.repeat(source.region, per_plane),
+        np.repeat(target.region, per_plane),
+        runs.source_block_stride,
+        runs.target_block_stride,
+    ):
+        joined &= key[1:] == key[:-1]
+    starts = _starts(joined)
+    return _UnitRuns(
+        runs.source[starts],
+        runs.target[starts],
+        np.add.reduceat(runs.lengths, starts),
+        runs.source_block_stride[starts],
+        runs.target_block_stride[starts],
+    )
+
+
+def _alike(runs: _UnitRuns) -> Iterator[slice | npt.NDArray[np.bool_]]:
+    """Groups of runs of one length that step alike; almost always there is one."""
+    keys = np.stack((runs.lengths, runs.source_block_stride, runs.target_block_stride), axis=1)
+    if (keys == keys[0]).all():
+        yield slice(None)
+        return
+    for key in np.unique(keys, axis=0):
+        yield (keys == key).all(axis=1)
+
+
+class _Repeated(NamedTuple):
+    """Runs of unit 0, repeated at the same steps: piece (i, j) is at `source[i] +
+    source_steps[j]`, and `lengths[j]` bytes long."""
+
+    source: Int64Array
+    target: Int64Array
+    source_steps: Int64Array
+    target_steps: Int64Array
+    lengths: Int64Array
+
+
+def _repeat(
+    runs: _UnitRuns,
+    members: slice | npt.NDArray[np.bool_],
+    plan: MappingPlan,
+    source_units: _Units,
+    target_units: _Units,
+) -> _Repeated:
+    """Step a group of runs from unit to unit, and join those that follow each other directly.
+
+    That depends on the steps alone, so it is decided once and not for every plane.
+    """
+    source_steps = source_units.offsets(
+        int(runs.source_block_stride[members][0]), plan.source_unit_stride_bytes
+    )
+    target_steps = target_units.offsets(
+        int(runs.target_block_stride[members][0]), plan.target_unit_stride_bytes
+    )
+    lengths = np.full(len(source_steps), runs.lengths[members][0], np.int64)
+    joined = _adjoin(source_steps, target_steps, lengths)
+    if joined.any():
+        starts = _starts(joined)
+        source_steps, target_steps = source_steps[starts], target_steps[starts]
+        lengths = np.add.reduceat(lengths, starts)
+    return _Repeated(
+        runs.source[members], runs.target[members], source_steps, target_steps, lengths
+    )
+
+
+def _adjoin(source: Int64Array, target: Int64Array, lengths: Int64Array) -> npt.NDArray[np.bool_]:
+    """Whether each piece but the first starts where the one before it ends, on both sides."""
+    joined: npt.NDArray[np.bool_] = source[1:] == source[:-1] + lengths[:-1]
+    joined &= target[1:] == target[:-1] + lengths[:-1]
+    return joined
+
+
+def _starts(joined: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
+    """Index of the first piece of every joined run."""
+    return np.flatnonzero(np.concatenate(([True], ~joined)))
+
+
+def _tables(groups: Sequence[_Repeated]) -> Int64Array:
+    """Descriptors of both sides, shape [2, n, 3], without the device ids.
+
+    One array for both: freeing two of this size makes the allocator give the memory back to the
+    system each time, and taking it again then costs ten times as much as filling it.
+    """
+    sizes = [len(group.source) * len(group.lengths) for group in groups]
+    tables = np.empty((2, sum(sizes), 3), np.int64)
+    start = 0
+    for group, size in zip(groups, sizes, strict=True):
+        part = tables[:, start : start + size].reshape(2, len(group.source), -1, 3)
+        np.add(group.source[:, None], group.source_steps, out=part[0, ..., 0])
+        np.add(group.target[:, None], group.target_steps, out=part[1, ..., 0])
+        part[..., 1] = group.lengths
+        start += size
+    return tables

@@ -1,0 +1,261 @@
+"""One dispatch of a call to one pair of instances, carried out.
+
+Decides how the events of tasks, timer and client reach a `Dispatch` one at a time, and how its
+actions are performed. Refuses to know what follows from what: that is `dispatch`.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import Receive, Send
+
+from kvcourier.config import TransferMode
+from kvcourier.ids import RequestId, TransferId
+from kvcourier.router.answers import EventStream, send_answer
+from kvcourier.router.config import RouterConfig
+from kvcourier.router.dispatch import Dispatch
+from kvcourier.router.events import (
+    RETRYABLE,
+    Action,
+    BreakStream,
+    CallOutcome,
+    Cancel,
+    ClientLeft,
+    EndStream,
+    Event,
+    FailureKind,
+    Finish,
+    LegName,
+    Note,
+    PrefillAnswered,
+    Relay,
+    Reply,
+    ReplyError,
+    StartDecode,
+    StartPrefill,
+    TimeUp,
+)
+from kvcourier.router.instances import Instance, Side
+from kvcourier.router.legs import Call, Leg, decode_leg, prefill_leg, read_handoff
+from kvcourier.router.metrics import RouterMetrics
+from kvcourier.router.upstream import Upstream
+
+_log = logging.getLogger(__name__)
+
+Pair = Mapping[LegName, Instance]
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What all calls share. `background` holds tasks that outlive the call that made them."""
+
+    config: RouterConfig
+    upstream: Upstream
+    sides: Mapping[LegName, Side]
+    metrics: RouterMetrics
+    background: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientCall:
+    """A checked call and the client's connection."""
+
+    path: str
+    body: Mapping[str, Any]
+    headers: tuple[tuple[str, str], ...]
+    mode: TransferMode
+    request_id: RequestId
+    receive: Receive
+    send: Send
+    started_s: float = field(default_factory=time.monotonic)
+
+
+class Attempt:
+    """One dispatch to one pair: the driver of a `Dispatch`."""
+
+    def __init__(
+        self, services: Services, call: ClientCall, pair: Pair, left: asyncio.Task[None]
+    ) -> None:
+        self._services = services
+        self._client = call
+        self._pair = pair
+        self._left = left
+        prefill, decode = pair[LegName.PREFILL], pair[LegName.DECODE]
+        self._call = Call(
+            mode=call.mode,
+            transfer_id=TransferId(uuid.uuid4().hex),
+            request_id=call.request_id,
+            body=call.body,
+            headers=call.headers,
+            coordinates=prefill.coordinates,
+            prefill_dp_rank=prefill.spec.dp_rank,
+            decode_dp_rank=decode.spec.dp_rank,
+            modes_known=prefill.info is not None,
+        )
+        self.headers = answer_headers(call, self._call.transfer_id, pair)
+        self.failure: ReplyError | None = None
+        self._dispatch = Dispatch(self._call)
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._tasks: dict[LegName, asyncio.Task[None]] = {}
+        self._relay = asyncio.Event()
+        self._stream = EventStream(call.send, self.headers)
+        self._outcome: CallOutcome | None = None
+
+    async def run(self) -> CallOutcome:
+        """Drive the dispatch to its end; `failure` is set if the client has no answer yet."""
+        loop = asyncio.get_running_loop()
+        total_s = self._services.config.timeouts.total_s
+        end_s = loop.time() + total_s - (time.monotonic() - self._client.started_s)
+        timer = loop.call_at(end_s, self._post, TimeUp())
+        self._left.add_done_callback(self._on_left)
+        try:
+            await self._perform(self._dispatch.start())
+            while self._outcome is None:
+                await self._step()
+        except BaseException:
+            await self._cancel(*LegName)
+            raise
+        finally:
+            timer.cancel()
+            self._left.remove_done_callback(self._on_left)
+        self._let_run_out()
+        return self._outcome
+
+    def _post(self, event: Event) -> None:
+        self._events.put_nowait(event)
+
+    def _on_left(self, _task: asyncio.Task[None]) -> None:
+        self._post(ClientLeft())
+
+    async def _step(self) -> None:
+        event = await self._events.get()
+        if isinstance(event, PrefillAnswered) and event.answer.ok:
+            self._compare(event)
+        await self._perform(self._dispatch.handle(event))
+
+    def _compare(self, event: PrefillAnswered) -> None:
+        try:
+            handoff = read_handoff(event.answer.content)
+        except ValueError:
+            return
+        self._pair[LegName.PREFILL].check_handoff(handoff or {})
+
+    async def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case StartPrefill():
+                    self._start_prefill(prefill_leg(self._call))
+                case StartDecode(params):
+                    self._start_decode(decode_leg(self._call, params))
+                case Cancel(leg):
+                    await self._cancel(leg)
+                case Note():
+                    self._note(action)
+                case Reply(answer):
+                    if answer.ok:
+                        self._observe_first_byte()
+                    await send_answer(
+                        self._client.send,
+                        answer.status,
+                        answer.content,
+                        self.headers,
+                        answer.content_type,
+                    )
+                case ReplyError():
+                    self.failure = action
+                case Relay():
+                    self._observe_first_byte()
+                    self._relay.set()
+                case EndStream():
+                    await self._stream.end()
+                case BreakStream(kind, reason):
+                    decode = self._pair[LegName.DECODE].name
+                    message = f"The decode instance {decode} {reason} in the middle of the answer."
+                    await self._stream.break_off(message, kind)
+                case Finish(outcome):
+                    self._outcome = outcome
+
+    def _start_prefill(self, leg: Leg) -> None:
+        url = self._pair[LegName.PREFILL].spec.url + self._client.path
+        self._start(LegName.PREFILL, self._services.upstream.prefill(url, leg, self._post))
+
+    def _start_decode(self, leg: Leg) -> None:
+        url = self._pair[LegName.DECODE].spec.url + self._client.path
+        running = self._services.upstream.decode(url, leg, self._post, self._relay, self._stream)
+        self._start(LegName.DECODE, running)
+
+    def _start(self, leg: LegName, running: Coroutine[Any, Any, None]) -> None:
+        self._tasks[leg] = asyncio.create_task(self._timed(leg, running))
+
+    async def _timed(self, leg: LegName, running: Coroutine[Any, Any, None]) -> None:
+        instance = self._pair[leg]
+        instance.in_flight += 1
+        began_s = time.monotonic()
+        try:
+            await running
+        finally:
+            instance.in_flight -= 1
+            seconds = time.monotonic() - began_s
+            self._services.metrics.leg_seconds.labels(leg, self._call.mode).observe(seconds)
+
+    async def _cancel(self, *legs: LegName) -> None:
+        tasks = [self._tasks[leg] for leg in legs if leg in self._tasks]
+        for task in tasks:
+            task.cancel()
+        # Only when a task has ended is its connection closed, and nothing more relayed by it.
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _note(self, note: Note) -> None:
+        instance = self._pair[note.leg]
+        self._services.metrics.failures.labels(note.leg, note.kind).inc()
+        _log.warning(
+            "request %s, transfer %s: the %s instance %s %s",
+            self._call.request_id,
+            self._call.transfer_id,
+            note.leg,
+            instance.name,
+            note.reason,
+        )
+        if note.kind in RETRYABLE:
+            instance.lost()
+        elif note.kind is FailureKind.STALE_COORDINATES:
+            instance.forget()
+
+    def _observe_first_byte(self) -> None:
+        seconds = time.monotonic() - self._client.started_s
+        self._services.metrics.first_byte_seconds.labels(self._call.mode).observe(seconds)
+
+    def _let_run_out(self) -> None:
+        """D has all it needs, but P has not answered yet: closing now would look like an abort."""
+        task = self._tasks.get(LegName.PREFILL)
+        if task is None or (task.done() and self._events.empty()):
+            return
+        rest = asyncio.create_task(self._run_out(task))
+        self._services.background.add(rest)
+        rest.add_done_callback(self._services.background.discard)
+
+    async def _run_out(self, prefill: asyncio.Task[None]) -> None:
+        try:
+            await asyncio.gather(prefill, return_exceptions=True)
+        except asyncio.CancelledError:
+            await self._cancel(LegName.PREFILL)
+            raise
+        while not self._events.empty():
+            await self._step()
+
+
+def answer_headers(
+    call: ClientCall, transfer_id: TransferId | None, pair: Pair | None
+) -> tuple[tuple[str, str], ...]:
+    """What every answer tells of the call, and of its dispatch where there was one."""
+    headers = [("x-request-id", str(call.request_id)), ("x-kv-mode", str(call.mode))]
+    if transfer_id is not None:
+        headers.append(("x-kv-transfer-id", transfer_id))
+    if pair is not None:
+        headers += [(f"x-kv-{leg}", instance.name) for leg, instance in pair.items()]
+    return tuple(headers)

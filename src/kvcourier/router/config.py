@@ -1,0 +1,225 @@
+"""Settings of the router.
+
+Decides names, units, defaults and allowed values, and how one instance is written on a command
+line. Refuses to know where a value came from.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from kvcourier.config import DEFAULT_SIDE_CHANNEL_PORT, TransferMode
+from kvcourier.errors import ConfigError
+from kvcourier.ids import EngineId
+from kvcourier.router.policy import POLICIES
+
+DEFAULT_ROUTER_PORT = 8192
+MAX_PARALLEL_SIZE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """Where D finds P's KV: what a push leg to D must name before P has answered."""
+
+    engine_id: EngineId
+    host: str
+    port: int
+    tp_size: int = 1
+    pp_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpec:
+    """One instance as the operator names it.
+
+    Attributes:
+        url: its HTTP address, without a trailing slash.
+        coordinates: where its KV is found. None asks the instance itself; vLLM cannot tell, so
+            push from vLLM needs them here.
+        dp_rank: sent as `X-data-parallel-rank`, for a vLLM server with several ranks behind one
+            address; each rank is then a spec of its own, with its own coordinates.
+    """
+
+    url: str
+    coordinates: Coordinates | None = None
+    dp_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            usable = False
+        if not usable or parts.query or parts.fragment or parts.username:
+            raise ConfigError(f"instance: expected http://host:port, found {self.url!r}")
+        object.__setattr__(self, "url", self.url.rstrip("/"))
+
+    @property
+    def name(self) -> str:
+        """How answers, logs and metrics call this instance."""
+        return self.url if self.dp_rank is None else f"{self.url}#dp{self.dp_rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Every wait of the router, in seconds.
+
+    Attributes:
+        connect_s: until a connection to an instance stands.
+        prefill_s: the whole prefill leg.
+        first_byte_s: from the start of the decode leg to its first byte; in push that includes
+            the prefill.
+        total_s: from the client's request to the end of its answer.
+        learn_s: one question to an instance about itself (health, models, coordinates).
+        refresh_s: how often a running instance is asked again.
+        backoff_s: first pause after an instance did not answer; doubled up to `backoff_max_s`.
+    """
+
+    connect_s: float = 5.0
+    prefill_s: float = 300.0
+    first_byte_s: float = 360.0
+    total_s: float = 3600.0
+    learn_s: float = 3.0
+    refresh_s: float = 5.0
+    backoff_s: float = 0.1
+    backoff_max_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"{spec.name}: expected seconds above 0, found {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLimits:
+    """Bounds on what clients and instances may send.
+
+    Attributes:
+        max_body_bytes: one request of a client; more is refused with 413.
+        max_answer_bytes: one answer of an instance that is not streamed.
+        max_in_flight: calls served at a time; more are refused with 503.
+    """
+
+    max_body_bytes: int = 32 << 20
+    max_answer_bytes: int = 64 << 20
+    max_in_flight: int = 4096
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{spec.name}: expected a whole number above 0, found {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Everything the router needs.
+
+    Attributes:
+        prefill: instances that compute prompts; at least one.
+        decode: instances that generate; at least one.
+        mode: how KV moves where the client's `X-KV-Mode` says nothing.
+        policy: a key of `policy.POLICIES`.
+        retries: further dispatches after a connection to an instance failed and before the
+            client got a byte. Each goes to another instance under a new transfer id.
+    """
+
+    prefill: tuple[InstanceSpec, ...]
+    decode: tuple[InstanceSpec, ...]
+    mode: TransferMode = TransferMode.PULL
+    policy: str = "round_robin"
+    retries: int = 0
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    limits: RouterLimits = field(default_factory=RouterLimits)
+
+    def __post_init__(self) -> None:
+        for side in ("prefill", "decode"):
+            specs: tuple[InstanceSpec, ...] = tuple(getattr(self, side))
+            if not specs:
+                raise ConfigError(f"{side}: expected at least one instance, found none")
+            names = [spec.name for spec in specs]
+            if len(set(names)) != len(names):
+                raise ConfigError(f"{side}: expected each instance once, found {names}")
+            object.__setattr__(self, side, specs)
+        object.__setattr__(self, "mode", parse_mode(self.mode, "mode"))
+        if self.policy not in POLICIES:
+            allowed = ", ".join(POLICIES)
+            raise ConfigError(f"policy: expected one of {allowed}, found {self.policy!r}")
+        if isinstance(self.retries, bool) or not 0 <= self.retries <= 16:
+            raise ConfigError(f"retries: expected 0 to 16, found {self.retries!r}")
+
+
+def parse_mode(text: str, what: str) -> TransferMode:
+    """The transfer mode called `text`; `what` names its origin in the error.
+
+    Raises:
+        ConfigError: there is no such mode.
+    """
+    try:
+        return TransferMode(text.strip().lower())
+    except ValueError:
+        allowed = ", ".join(TransferMode)
+        raise ConfigError(f"{what}: expected one of {allowed}, found {text!r}") from None
+
+
+def _number(low: int, high: int) -> Callable[[str, str], int]:
+    def read(key: str, text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) <= high:
+            raise ConfigError(f"instance {key}: expected {low} to {high}, found {text!r}")
+        return int(text)
+
+    return read
+
+
+_READERS: dict[str, Callable[[str, str], int]] = {
+    "kv_port": _number(1, 65535),
+    "tp_size": _number(1, MAX_PARALLEL_SIZE),
+    "pp_size": _number(1, MAX_PARALLEL_SIZE),
+    "dp_rank": _number(0, 65535),
+}
+_TEXT_KEYS = ("engine_id", "kv_host")
+
+
+def parse_instance_spec(text: str) -> InstanceSpec:
+    """Read `http://host:port[,engine_id=..,kv_host=..,kv_port=..,tp_size=..,pp_size=..,dp_rank=..]`.
+
+    With `engine_id` the coordinates are given: `kv_host` defaults to the URL's host, `kv_port` to
+    5600 (plus `dp_rank`, as vLLM counts), the sizes to 1. Without it they are asked for.
+
+    Raises:
+        ConfigError: the URL or a key cannot be used.
+    """
+    url, *pairs = (item.strip() for item in text.split(","))
+    texts: dict[str, str] = {}
+    numbers: dict[str, int] = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        if key in texts or key in numbers:
+            raise ConfigError(f"instance {url}: expected {key} once, found it twice")
+        if key in _READERS:
+            numbers[key] = _READERS[key](key, value)
+        elif key in _TEXT_KEYS and value:
+            texts[key] = value
+        else:
+            allowed = ", ".join([*_TEXT_KEYS, *_READERS])
+            raise ConfigError(f"instance {url}: expected KEY=VALUE of {allowed}, found {pair!r}")
+    dp_rank = numbers.pop("dp_rank", None)
+    spec = InstanceSpec(url, dp_rank=dp_rank)
+    if "engine_id" not in texts:
+        if texts or numbers:
+            given = ", ".join([*texts, *numbers])
+            raise ConfigError(
+                f"instance {url}: {given} given without engine_id; give engine_id too, or none of "
+                "them to ask the instance itself"
+            )
+        return spec
+    coordinates = Coordinates(
+        engine_id=EngineId(texts["engine_id"]),
+        host=texts.get("kv_host") or urlsplit(url).hostname or "localhost",
+        port=numbers.get("kv_port", DEFAULT_SIDE_CHANNEL_PORT + (dp_rank or 0)),
+        tp_size=numbers.get("tp_size", 1),
+        pp_size=numbers.get("pp_size", 1),
+    )
+    return dataclasses.replace(spec, coordinates=coordinates)

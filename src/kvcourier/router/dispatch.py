@@ -1,0 +1,255 @@
+"""What happens next in one dispatch of a call to P and D.
+
+Decides, for every event of the two legs and of the client, which legs start and end and what the
+client gets. Refuses to know HTTP clients, tasks and clocks: a driver posts events and performs
+actions in order (`attempt`).
+
+    pull: PREFILLING --P's handoff--> WAITING --D's first bytes--> STREAMING --> ENDED
+    push:                             WAITING --D's first bytes--> STREAMING --> ENDED
+
+In push P runs beside D through WAITING and may still run in STREAMING. Whatever is not in the
+table changes nothing.
+"""
+
+import enum
+from collections.abc import Callable, Mapping
+
+from kvcourier.config import TransferMode
+from kvcourier.router.events import (
+    Action,
+    Answer,
+    BreakStream,
+    CallOutcome,
+    Cancel,
+    ClientLeft,
+    DecodeAnswered,
+    DecodeEnded,
+    DecodeStreaming,
+    EndStream,
+    Event,
+    FailureKind,
+    Finish,
+    LegLost,
+    LegName,
+    Note,
+    PrefillAnswered,
+    Relay,
+    Reply,
+    ReplyError,
+    StartDecode,
+    StartPrefill,
+    TimeUp,
+)
+from kvcourier.router.legs import HANDOFF_KEYS, Call, Params, pull_params, push_params, read_handoff
+
+
+class Phase(enum.Enum):
+    """Where a dispatch stands; see the module's docstring."""
+
+    PREFILLING = enum.auto()
+    WAITING = enum.auto()
+    STREAMING = enum.auto()
+    ENDED = enum.auto()
+
+
+class Dispatch:
+    """The state of one dispatch. `start` once, then `handle` each event, in order."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.phase = Phase.WAITING if call.mode is TransferMode.PUSH else Phase.PREFILLING
+
+    def start(self) -> list[Action]:
+        """The first actions.
+
+        Raises:
+            ValueError: push without coordinates.
+        """
+        if self._call.mode is TransferMode.PULL:
+            return [StartPrefill()]
+        if self._call.coordinates is None:
+            raise ValueError("push needs the prefill instance's coordinates")
+        return [StartPrefill(), StartDecode(push_params(self._call, self._call.coordinates))]
+
+    def handle(self, event: Event) -> list[Action]:
+        """What to do about `event`; nothing if the dispatch has ended and it is no news."""
+        reaction = _TABLE.get((self.phase, type(event)))
+        return reaction(self, event) if reaction else []
+
+    # One method per reaction. `event` has the type of the table's key.
+
+    def _start_decode(self, event: PrefillAnswered) -> list[Action]:
+        problem = judge_prefill(self._call, event.answer)
+        if problem is not None:
+            return self._fail_prefill(event.answer, problem)
+        handoff = read_handoff(event.answer.content)
+        assert handoff is not None, "judge_prefill lets no answer without a handoff pass"
+        self.phase = Phase.WAITING
+        return [StartDecode(pull_params(self._call, handoff))]
+
+    def _check_prefill(self, event: PrefillAnswered) -> list[Action]:
+        if self._call.mode is TransferMode.PULL:
+            return []
+        problem = judge_prefill(self._call, event.answer)
+        return [] if problem is None else self._fail_prefill(event.answer, problem)
+
+    def _note_prefill(self, event: PrefillAnswered) -> list[Action]:
+        problem = judge_prefill(self._call, event.answer)
+        return [] if problem is None else [_note(problem)]
+
+    def _fail_prefill(self, answer: Answer, problem: LegLost) -> list[Action]:
+        if problem.kind is not FailureKind.STATUS or answer.status < 400:
+            return self._fail(problem)
+        self.phase = Phase.ENDED
+        return [
+            Cancel(LegName.DECODE),
+            _note(problem),
+            Reply(answer),
+            Finish(CallOutcome.UPSTREAM_ERROR),
+        ]
+
+    def _fail(self, event: LegLost) -> list[Action]:
+        self.phase = Phase.ENDED
+        return [
+            *_CANCEL_BOTH,
+            _note(event),
+            ReplyError(event.leg, event.kind, event.reason),
+            Finish(CallOutcome.FAILED),
+        ]
+
+    def _answer(self, event: DecodeAnswered) -> list[Action]:
+        self.phase = Phase.ENDED
+        answer = event.answer
+        if answer.ok:
+            # In push P may not have told yet that it is done; it is left to.
+            return [Reply(answer), Finish(CallOutcome.OK)]
+        problem = LegLost(LegName.DECODE, FailureKind.STATUS, f"answered {answer.status}")
+        if answer.status < 400:
+            return self._fail(problem)
+        return [
+            Cancel(LegName.PREFILL),
+            _note(problem),
+            Reply(answer),
+            Finish(CallOutcome.UPSTREAM_ERROR),
+        ]
+
+    def _relay(self, _event: DecodeStreaming) -> list[Action]:
+        self.phase = Phase.STREAMING
+        return [Relay()]
+
+    def _end_stream(self, event: DecodeEnded) -> list[Action]:
+        if not event.complete:
+            reason = "ended the stream without [DONE]"
+            return self._break(LegLost(LegName.DECODE, FailureKind.INCOMPLETE, reason))
+        self.phase = Phase.ENDED
+        return [EndStream(), Finish(CallOutcome.OK)]
+
+    def _lost_while_streaming(self, event: LegLost) -> list[Action]:
+        # D has every byte it needs once it streams: P's end is only worth a note.
+        return [_note(event)] if event.leg is LegName.PREFILL else self._break(event)
+
+    def _break(self, event: LegLost) -> list[Action]:
+        self.phase = Phase.ENDED
+        return [
+            *_CANCEL_BOTH,
+            _note(event),
+            BreakStream(event.kind, event.reason),
+            Finish(CallOutcome.BROKEN_STREAM),
+        ]
+
+    def _leave(self, _event: ClientLeft) -> list[Action]:
+        self.phase = Phase.ENDED
+        return [*_CANCEL_BOTH, Finish(CallOutcome.CLIENT_LEFT)]
+
+    def _time_up(self, _event: TimeUp) -> list[Action]:
+        prefilling = self.phase is Phase.PREFILLING
+        leg = LegName.PREFILL if prefilling else LegName.DECODE
+        reason = "was not done within the total time of a call"
+        lost = LegLost(leg, FailureKind.TIMEOUT, reason)
+        return self._break(lost) if self.phase is Phase.STREAMING else self._fail(lost)
+
+    def _note_late(self, event: LegLost) -> list[Action]:
+        return [_note(event)] if event.leg is LegName.PREFILL else []
+
+
+_CANCEL_BOTH = (Cancel(LegName.DECODE), Cancel(LegName.PREFILL))
+
+
+def _note(problem: LegLost) -> Note:
+    return Note(problem.leg, problem.kind, problem.reason)
+
+
+def judge_prefill(call: Call, answer: Answer) -> LegLost | None:
+    """Why D cannot use P's answer, or None if it can."""
+    if not answer.ok:
+        return _prefill_problem(FailureKind.STATUS, f"answered {answer.status}")
+    try:
+        handoff = read_handoff(answer.content)
+    except ValueError:
+        return _prefill_problem(FailureKind.UNREADABLE, "did not answer with a JSON object")
+    if handoff is None:
+        return _prefill_problem(
+            FailureKind.NO_HANDOFF,
+            "answered without kv_transfer_params, so the decode instance would compute the whole "
+            "prompt again; is a KV connector configured there?",
+        )
+    said = handoff.get("transfer_mode")
+    if said is not None and said != call.mode and not call.modes_known:
+        return _prefill_problem(
+            FailureKind.WRONG_MODE, f"takes part in {said} only; this call asks for {call.mode}"
+        )
+    return _MODE_CHECKS[call.mode](call, handoff)
+
+
+def _judge_pull(_call: Call, handoff: Params) -> LegLost | None:
+    missing = [key for key in HANDOFF_KEYS if handoff.get(key) is None]
+    if not missing:
+        return None
+    return _prefill_problem(
+        FailureKind.NO_HANDOFF, f"left {', '.join(missing)} out of its kv_transfer_params"
+    )
+
+
+def _judge_push(call: Call, handoff: Params) -> LegLost | None:
+    """D was told where P is before P answered; both must mean the same place."""
+    told = call.coordinates
+    if told is None:
+        return None
+    for key, expected in (("remote_engine_id", told.engine_id), ("remote_port", told.port)):
+        found = handoff.get(key)
+        if found is not None and found != expected:
+            return _prefill_problem(
+                FailureKind.STALE_COORDINATES,
+                f"says {key} {found!r}, but the decode instance was told {expected!r}; it was "
+                "restarted just now, or its coordinates are configured wrongly",
+            )
+    return None
+
+
+_MODE_CHECKS: Mapping[TransferMode, Callable[[Call, Params], LegLost | None]] = {
+    TransferMode.PULL: _judge_pull,
+    TransferMode.PUSH: _judge_push,
+}
+
+
+def _prefill_problem(kind: FailureKind, reason: str) -> LegLost:
+    return LegLost(LegName.PREFILL, kind, reason)
+
+
+_LIVE = (Phase.PREFILLING, Phase.WAITING, Phase.STREAMING)
+_UNANSWERED = (Phase.PREFILLING, Phase.WAITING)
+
+_TABLE: Mapping[tuple[Phase, type], Callable[..., list[Action]]] = {
+    (Phase.PREFILLING, PrefillAnswered): Dispatch._start_decode,
+    (Phase.WAITING, PrefillAnswered): Dispatch._check_prefill,
+    (Phase.STREAMING, PrefillAnswered): Dispatch._note_prefill,
+    (Phase.ENDED, PrefillAnswered): Dispatch._note_prefill,
+    (Phase.WAITING, DecodeAnswered): Dispatch._answer,
+    (Phase.WAITING, DecodeStreaming): Dispatch._relay,
+    (Phase.STREAMING, DecodeEnded): Dispatch._end_stream,
+    **dict.fromkeys([(phase, LegLost) for phase in _UNANSWERED], Dispatch._fail),
+    (Phase.STREAMING, LegLost): Dispatch._lost_while_streaming,
+    (Phase.ENDED, LegLost): Dispatch._note_late,
+    **dict.fromkeys([(phase, ClientLeft) for phase in _LIVE], Dispatch._leave),
+    **dict.fromkeys([(phase, TimeUp) for phase in _LIVE], Dispatch._time_up),
+}

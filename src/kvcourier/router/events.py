@@ -1,0 +1,219 @@
+"""The words between a dispatch and its driver: events in, actions out.
+
+Decides the closed sets of both, of the ways a leg can fail, and which of those a client sees as
+which status. Refuses to know what follows from what (`dispatch`) and how it is done (`attempt`).
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvcourier.router.legs import Params
+
+
+class LegName(enum.StrEnum):
+    """One of the two requests of a dispatch."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FailureKind(enum.StrEnum):
+    """How a leg failed; a label of the failure counter."""
+
+    CONNECT = "connect"
+    DROPPED = "dropped"
+    TIMEOUT = "timeout"
+    STATUS = "status"
+    UNREADABLE = "unreadable"
+    TOO_LARGE = "too_large"
+    NO_HANDOFF = "no_handoff"
+    WRONG_MODE = "wrong_mode"
+    STALE_COORDINATES = "stale_coordinates"
+    INCOMPLETE = "incomplete"
+
+
+STATUS_OF: Mapping[FailureKind, int] = {
+    FailureKind.CONNECT: 503,
+    FailureKind.DROPPED: 502,
+    FailureKind.TIMEOUT: 504,
+    FailureKind.STATUS: 502,
+    FailureKind.UNREADABLE: 502,
+    FailureKind.TOO_LARGE: 502,
+    FailureKind.NO_HANDOFF: 502,
+    FailureKind.WRONG_MODE: 502,
+    FailureKind.STALE_COORDINATES: 502,
+    FailureKind.INCOMPLETE: 502,
+}
+"""The client's status for each failure that is not an instance's own answer."""
+
+RETRYABLE = frozenset({FailureKind.CONNECT, FailureKind.DROPPED})
+
+
+class CallOutcome(enum.StrEnum):
+    """How a call ended; a label of the request counter."""
+
+    OK = "ok"
+    REFUSED = "refused"
+    UPSTREAM_ERROR = "upstream_error"
+    FAILED = "failed"
+    BROKEN_STREAM = "broken_stream"
+    CLIENT_LEFT = "client_left"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete HTTP answer of an instance."""
+
+    status: int
+    content_type: str
+    content: bytes
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is a 2xx."""
+        return 200 <= self.status < 300
+
+
+# Events.
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAnswered:
+    """P answered, with any status."""
+
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAnswered:
+    """D gave an answer that is not a stream, with any status."""
+
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStreaming:
+    """D's stream has its first bytes; they are kept until `Relay`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeEnded:
+    """D's stream ended in good order; `complete` if its last event says so."""
+
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LegLost:
+    """A leg ended without an answer, or in the middle of one."""
+
+    leg: LegName
+    kind: FailureKind
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLeft:
+    """Nobody waits for the answer any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeUp:
+    """The call's total time is over."""
+
+
+Event = (
+    PrefillAnswered | DecodeAnswered | DecodeStreaming | DecodeEnded | LegLost | ClientLeft | TimeUp
+)
+
+
+# Actions.
+
+
+@dataclass(frozen=True, slots=True)
+class StartPrefill:
+    """Send P its leg."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartDecode:
+    """Send D its leg with these `kv_transfer_params`."""
+
+    params: Params
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End a running leg by closing its connection; nothing to do if it has ended."""
+
+    leg: LegName
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Count and log a failure of a leg."""
+
+    leg: LegName
+    kind: FailureKind
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Give the client an instance's answer as it is."""
+
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyError:
+    """Give the client an error of ours; `leg` says whose failure it was."""
+
+    leg: LegName
+    kind: FailureKind
+    reason: str
+
+    @property
+    def retryable(self) -> bool:
+        """Whether a dispatch to another instance may do better."""
+        return self.kind in RETRYABLE
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """Pass D's stream on, from its first byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndStream:
+    """The relayed stream is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class BreakStream:
+    """End the relayed stream with an explicit error event."""
+
+    kind: FailureKind
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The dispatch is over. Legs that still run may run out on their own."""
+
+    outcome: CallOutcome
+
+
+Action = (
+    StartPrefill
+    | StartDecode
+    | Cancel
+    | Note
+    | Reply
+    | ReplyError
+    | Relay
+    | EndStream
+    | BreakStream
+    | Finish
+)

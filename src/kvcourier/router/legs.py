@@ -1,0 +1,139 @@
+"""What each instance is sent, and what P must answer.
+
+Decides bodies, headers and `kv_transfer_params` of the two legs of one dispatch, with vLLM's keys
+and meanings. Refuses to know when they are sent, and HTTP beyond headers.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcourier.config import TransferMode
+from kvcourier.ids import RequestId, TransferId
+from kvcourier.router.config import Coordinates
+
+Params = dict[str, Any]
+
+# Not for a prefill that ends after one token: it is not streamed, and may end at once.
+_NOT_FOR_PREFILL = ("stream_options", "min_tokens")
+
+# Without any one of these D cannot collect, and vLLM's D says so only in its log.
+HANDOFF_KEYS = (
+    "remote_block_ids",
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One dispatch of a client's request to one P and one D.
+
+    Attributes:
+        body: the client's JSON object; not changed.
+        headers: the client's headers that travel on.
+        coordinates: where the chosen P's KV is found; push cannot do without.
+        prefill_dp_rank, decode_dp_rank: which rank behind the address, for vLLM.
+        modes_known: P itself said which modes it takes part in, so `transfer_mode` in its answer
+            (one value for an instance that does both) decides nothing.
+    """
+
+    mode: TransferMode
+    transfer_id: TransferId
+    request_id: RequestId
+    body: Mapping[str, Any]
+    headers: tuple[tuple[str, str], ...] = ()
+    coordinates: Coordinates | None = None
+    prefill_dp_rank: int | None = None
+    decode_dp_rank: int | None = None
+    modes_known: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One request to one instance."""
+
+    content: bytes
+    headers: tuple[tuple[str, str], ...]
+    stream: bool = field(default=False)
+
+
+def prefill_params(call: Call) -> Params:
+    """P: compute this prompt and keep its KV for somebody."""
+    return {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+        "transfer_id": call.transfer_id,
+    }
+
+
+def push_params(call: Call, coordinates: Coordinates) -> Params:
+    """D in push: register with this P, whose answer nobody has yet."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": coordinates.engine_id,
+        "remote_host": coordinates.host,
+        "remote_port": coordinates.port,
+        "tp_size": coordinates.tp_size,
+        "pp_size": coordinates.pp_size,
+        "remote_request_id": call.request_id,
+        "transfer_id": call.transfer_id,
+    }
+
+
+def pull_params(call: Call, handoff: Params) -> Params:
+    """D in pull: what P answered, unchanged, with the transfer id if P left it out."""
+    if handoff.get("transfer_id") is not None:
+        return handoff
+    return handoff | {"transfer_id": call.transfer_id}
+
+
+def prefill_leg(call: Call) -> Leg:
+    """The request to P: one token, not streamed."""
+    body = {key: value for key, value in call.body.items() if key not in _NOT_FOR_PREFILL}
+    body |= {"max_tokens": 1, "stream": False, "kv_transfer_params": prefill_params(call)}
+    if "max_completion_tokens" in body:
+        body["max_completion_tokens"] = 1
+    return Leg(_encode(body), _headers(call, call.prefill_dp_rank))
+
+
+def decode_leg(call: Call, params: Params) -> Leg:
+    """The request to D: the client's own, plus where the KV comes from."""
+    body = dict(call.body) | {"kv_transfer_params": params}
+    return Leg(_encode(body), _headers(call, call.decode_dp_rank), bool(body.get("stream")))
+
+
+def read_handoff(content: bytes) -> Params | None:
+    """P's `kv_transfer_params`, or None if the answer has none.
+
+    Raises:
+        ValueError: the answer is not a JSON object.
+    """
+    answer = json.loads(content)
+    if not isinstance(answer, dict):
+        raise ValueError("not a JSON object")
+    handoff = answer.get("kv_transfer_params")
+    return handoff if isinstance(handoff, dict) and handoff else None
+
+
+def _encode(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def _headers(call: Call, dp_rank: int | None) -> tuple[tuple[str, str], ...]:
+    rank = () if dp_rank is None else (("x-data-parallel-rank", str(dp_rank)),)
+    return (
+        *call.headers,
+        ("content-type", "application/json"),
+        ("accept-encoding", "identity"),
+        ("x-request-id", call.request_id),
+        *rank,
+    )
