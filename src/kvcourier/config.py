@@ -113,7 +113,7 @@ class CourierConfig:
     backends: tuple[str, ...] = ("UCX",)
     num_threads: int = 0
     enable_prog_thread: bool = False
-    poll_busy_s: float = 0.0005
+    poll_busy_s: float = 0.001
     poll_idle_s: float = 0.02
 
 

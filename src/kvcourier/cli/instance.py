@@ -9,6 +9,8 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from prometheus_client import CollectorRegistry
+
 from kvcourier.cli.listening import bind, serve_until_stopped
 from kvcourier.cli.serve import Dtype, LoadFailurePolicy, Role
 from kvcourier.config import (
@@ -88,7 +90,10 @@ def run_instance(settings: InstanceSettings) -> None:
         engine_config = make_engine_config(settings)
         model = load_model(engine_config.model, engine_config.dtype, engine_config.device)
         cache = make_cache(model, engine_config)
-        endpoint = make_endpoint(endpoint_config, cache) if settings.kv_modes else None
+        registry = CollectorRegistry()
+        endpoint = None
+        if settings.kv_modes:
+            endpoint = make_endpoint(endpoint_config, cache, registry)
         # The engine starts and closes the endpoint: blocks in flight outlive requests.
         engine = stack.enter_context(
             contextlib.closing(Engine(model, engine_config, endpoint, cache=cache))
@@ -101,6 +106,7 @@ def run_instance(settings: InstanceSettings) -> None:
             role=settings.role.value,
             limits=endpoint_config.limits,
             served_model_name=settings.api_name,
+            registry=registry,
         )
         serve_until_stopped(app, listener)
 
@@ -154,8 +160,10 @@ def make_engine_config(settings: InstanceSettings) -> "EngineConfig":
     )
 
 
-def make_endpoint(config: EndpointConfig, cache: "KVCache") -> "KvEndpoint":
-    """What moves the cache's KV over NIXL, not started. Raises ConfigError."""
+def make_endpoint(
+    config: EndpointConfig, cache: "KVCache", registry: CollectorRegistry
+) -> "KvEndpoint":
+    """What moves the cache's KV over NIXL, not started; its metrics go into `registry`."""
     from kvcourier.runtime.endpoint import KvEndpoint
     from kvcourier.transport.nixl import NixlTransport
 
@@ -167,4 +175,4 @@ def make_endpoint(config: EndpointConfig, cache: "KVCache") -> "KvEndpoint":
             enable_prog_thread=config.courier.enable_prog_thread,
         )
 
-    return KvEndpoint(config, cache.rank_caches(), make_transport)
+    return KvEndpoint(config, cache.rank_caches(), make_transport, registry=registry)

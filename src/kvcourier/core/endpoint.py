@@ -143,6 +143,13 @@ class Endpoint:
         """Whether a peer's notification is expected soon, so that polling for it pays."""
         return bool(self._holder.holds or self._wanter.wants)
 
+    def partners(self, address: InstanceAddress) -> frozenset[Rank]:
+        """Ranks of a connected peer that we move bytes to or from."""
+        peer = self._space.peers.get(address)
+        if peer is None:
+            return frozenset()
+        return frozenset(peer.routes_to_us) | frozenset(peer.routes_from_us)
+
     @property
     def counts(self) -> Mapping[Counted, int]:
         """Everything counted so far."""
@@ -280,6 +287,7 @@ class Endpoint:
             pieces=event.num_pieces,
             bytes=event.num_bytes,
             post_s=event.seconds,
+            posting_thread=event.thread,
         )
 
     def _on_operation_ended(self, operation_id: OperationId, reason: str | None) -> None:

@@ -122,17 +122,21 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class TransferPosted:
-    """Answers `Post`: the operation runs; TransferCompleted or TransferFailed will follow."""
+    """Answers PostWrite and PostRead; TransferCompleted or TransferFailed will follow.
+
+    `seconds` is how long posting took, `thread` who did it: an engine's step must never post.
+    """
 
     operation_id: OperationId
     num_pieces: int
     num_bytes: int
     seconds: float
+    thread: str
 
 
 @dataclass(frozen=True, slots=True)
 class PostRefused:
-    """Answers `Post`: nothing is in flight for it."""
+    """Answers PostWrite and PostRead: nothing is in flight for it."""
 
     operation_id: OperationId
     reason: str

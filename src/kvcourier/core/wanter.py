@@ -308,7 +308,6 @@ class Wanter:
         self._space.set_timer(TimerKind.RESEND, want.request_id, self._space.timing.resend_s)
 
     def _read(self, want: Want) -> None:
-        assert isinstance(want.intent, PullIntent)
         want.advance(WantEvent.READ_POSTED)
         self._space.set_timer(
             TimerKind.WANT, want.request_id, self._space.timing.transfer_timeout_s

@@ -21,6 +21,9 @@ from kvcourier.demo.prompts import PROMPTS, WARM_UP
 from kvcourier.demo.report import ModeResult, Report, Sample
 from kvcourier.demo.traffic import StoryMissing, read_traffic
 
+PROGRAM = (sys.executable, "-m", "kvcourier")
+"""What the children run, before their own arguments."""
+
 # One thread per process: three engines on two cores would only wait for each other, and the order
 # of additions in a matrix product, so the tokens, must not depend on the number of cores.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -187,8 +190,7 @@ class _Demo:
     def _start(
         self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> Child:
-        command = [sys.executable, "-m", "kvcourier", *arguments]
-        return self._children.start(name, command, environment)
+        return self._children.start(name, [*PROGRAM, *arguments], environment)
 
     def _say(self, sentence: str) -> None:
         self._console.print(sentence, style="bold")

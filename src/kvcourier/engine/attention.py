@@ -168,7 +168,7 @@ def paged_attention(
     batch: PagedBatch | _Probe = kwargs[BATCH_ARGUMENT]
     if isinstance(batch, _Probe):
         batch.record(module, query, key, value, kwargs)
-        return torch.zeros_like(query).transpose(1, 2).contiguous(), None
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     layer: int = module.layer_idx  # type: ignore[assignment]
     cache = batch.cache
     cache.write(layer, batch.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
@@ -273,7 +273,7 @@ def probe_attention(name: str, model: Any, num_layers: int, max_position: int) -
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     try:
         model(input_ids=token, position_ids=token, use_cache=False, **{BATCH_ARGUMENT: probe})
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{name}: the model does not take a paged batch: {error}") from error
     objections = list(dict.fromkeys(probe.objections))
     if sorted(probe.shapes) != list(range(num_layers)):

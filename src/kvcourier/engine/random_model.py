@@ -116,7 +116,8 @@ def _fill_weights(module: torch.nn.Module, seed: int) -> None:
         for name, weight in module.named_parameters():
             if weight.dim() < 2:
                 continue  # norms stay 1, biases 0
-            generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+            # 32 bits: torch's CPU generator ignores higher ones.
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
             fan_in = 1 if "embed" in name else weight.shape[1]
             gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
             weight.normal_(0.0, gain / math.sqrt(fan_in), generator=generator)

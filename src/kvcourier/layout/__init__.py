@@ -1,8 +1,8 @@
 """Which bytes go where between two KV caches. Pure: no memory is touched, nothing is posted.
 
 Reading path: `geometry` (the words), `shards` (how an instance splits a model), `routes` (which
-rank takes what from which rank), `plan` (pieces of one unit, no addresses), `bind` (addresses),
-`validate` (what a peer says of its cache).
+rank takes what from which rank), `plan` (pieces of one unit, no addresses), `blocks` (tokens to
+blocks), `bind` (addresses), `validate` (what a peer says of its cache).
 
 Common changes: a new kind of cache is a member of `geometry.CacheKind`; a field that must be
 equal on both sides goes into `compatibility.EQUAL_FIELDS`; a new bound on a peer's numbers into
@@ -10,7 +10,8 @@ equal on both sides goes into `compatibility.EQUAL_FIELDS`; a new bound on a pee
 `tests/layout/test_mapping_properties.py`.
 """
 
-from kvcourier.layout.bind import BlockRun, BoundPieces, bind
+from kvcourier.layout.bind import BoundPieces, bind
+from kvcourier.layout.blocks import BlockRun
 from kvcourier.layout.compatibility import differing_fields, require_same_model
 from kvcourier.layout.geometry import (
     CacheGeometry,

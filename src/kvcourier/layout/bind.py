@@ -1,9 +1,8 @@
 """Which memory ranges move for one request: a plan, bound to regions and block ids.
 
-Decides the pairing of two lists of blocks by absolute token position, and the descriptors of
-both sides, merged wherever bytes are consecutive on both. Refuses to know who asks and who
-posts. Trusts the caches: a peer's goes through `validate.validate_cache` first. Block ids are
-checked here, because they come anew with every request.
+Decides the descriptors of both sides, merged wherever bytes are consecutive on both. Refuses to
+know who asks and who posts. Trusts the caches: a peer's goes through `validate.validate_cache`
+first. Block ids are checked every time (`blocks`), because they come anew with every request.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,22 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcourier.errors import MappingError
+from kvcourier.layout.blocks import BlockRun, UnitPlaces, locate, require_distinct, units_of
 from kvcourier.layout.geometry import Int64Array, MemoryKind, RankCache, TokenSpan
 from kvcourier.layout.plan import MappingPlan
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockRun:
-    """Blocks of one request on one side, in token order.
-
-    Attributes:
-        block_ids: int64 array of shape [n]; block i holds the positions from
-            `first_token + i * block_size` on.
-        first_token: absolute position of the first slot, a multiple of that side's block size.
-    """
-
-    block_ids: Int64Array
-    first_token: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +57,8 @@ def bind(
     Blocks are paired by absolute token position, never by count or from the tail; blocks outside
     the span are left alone. Whole units move: where `span.stop` lies inside a unit, the slots
     after it in that unit are overwritten on the target side too. Both sides own the block that
-    the last token is in, and nothing is in these slots yet, so that does no harm.
+    the last token is in, so nobody else's KV is touched; the caller sees to it that the target
+    has none of its own in these slots yet.
 
     Args:
         plan: the plan for these two ranks.
@@ -91,10 +78,10 @@ def bind(
         raise MappingError(
             f"plan: made for other geometries than those of {source.rank} and {target.rank}"
         )
-    units = _units(span, plan.unit_tokens)
-    source_units = _locate("source", plan.source.block_size, source, source_blocks, units, plan)
-    target_units = _locate("target", plan.target.block_size, target, target_blocks, units, plan)
-    _require_distinct(target_units.blocks)
+    units = units_of(span, plan.unit_tokens)
+    source_units = locate("source", source, source_blocks, units, plan.unit_tokens)
+    target_units = locate("target", target, target_blocks, units, plan.unit_tokens)
+    require_distinct(target_units.blocks)
     selected = _selected_layers(plan, layers)
     source_planes = _planes("source", source, plan.source_rows[selected])
     target_planes = _planes("target", target, plan.target_rows[selected])
@@ -105,82 +92,6 @@ def bind(
     tables[0, :, 2] = source_planes.device_id
     tables[1, :, 2] = target_planes.device_id
     return BoundPieces(tables[0], tables[1], source_planes.memory, target_planes.memory)
-
-
-def _units(span: TokenSpan, unit_tokens: int) -> range:
-    """Numbers of the units that cover the span, counted from position 0."""
-    if not 0 <= span.start < span.stop:
-        raise MappingError(f"span: expected 0 <= start < stop, found {span.start} to {span.stop}")
-    if span.start % unit_tokens:
-        raise MappingError(
-            f"span: expected a start that is a multiple of {unit_tokens} tokens, found {span.start}"
-        )
-    return range(span.start // unit_tokens, -(-span.stop // unit_tokens))
-
-
-class _Units(NamedTuple):
-    """Where the units of a span lie on one side.
-
-    Attributes:
-        blocks: ids of the blocks that the span touches, one entry per block.
-        block_of_unit: block id of each unit.
-        unit_in_block: position of each unit in its block; None where a block is one unit.
-    """
-
-    blocks: Int64Array
-    block_of_unit: Int64Array
-    unit_in_block: Int64Array | None
-
-    def offsets(self, block_stride_bytes: int, unit_stride_bytes: int) -> Int64Array:
-        """Bytes from the start of a plane to each unit."""
-        offsets = self.block_of_unit * block_stride_bytes
-        if self.unit_in_block is not None:
-            offsets += self.unit_in_block * unit_stride_bytes
-        return offsets
-
-
-def _locate(
-    side: str,
-    block_size: int,
-    cache: RankCache,
-    run: BlockRun,
-    units: range,
-    plan: MappingPlan,
-) -> _Units:
-    if run.first_token < 0 or run.first_token % block_size:
-        raise MappingError(
-            f"{side} blocks: expected a first token that is a multiple of the block size "
-            f"{block_size}, found {run.first_token}"
-        )
-    units_per_block = block_size // plan.unit_tokens
-    units_before = run.first_token // plan.unit_tokens
-    first, stop = units.start - units_before, units.stop - units_before
-    first_block, stop_block = first // units_per_block, -(-stop // units_per_block)
-    if first < 0 or stop_block > len(run.block_ids):
-        raise MappingError(
-            f"{side} blocks: positions {units.start * plan.unit_tokens} to "
-            f"{units.stop * plan.unit_tokens} are wanted, {len(run.block_ids)} blocks of "
-            f"{block_size} tokens hold {run.first_token} to "
-            f"{run.first_token + len(run.block_ids) * block_size}"
-        )
-    blocks = np.asarray(run.block_ids[first_block:stop_block], np.int64)
-    low, high = int(blocks.min()), int(blocks.max())
-    if low < 0 or high >= cache.geometry.num_blocks:
-        raise MappingError(
-            f"{side} blocks: expected ids from 0 to {cache.geometry.num_blocks - 1} on rank "
-            f"{cache.rank}, found {low if low < 0 else high}"
-        )
-    if units_per_block == 1:
-        return _Units(blocks, blocks, None)
-    block, inner = np.divmod(np.arange(first, stop, dtype=np.int64), units_per_block)
-    return _Units(blocks, blocks[block - first_block], inner)
-
-
-def _require_distinct(blocks: Int64Array) -> None:
-    ordered = np.sort(blocks)
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if len(twice):
-        raise MappingError(f"target blocks: block {twice[0]} is there more than once")
 
 
 def _selected_layers(plan: MappingPlan, layers: Sequence[int] | None) -> slice | list[int]:
@@ -298,8 +209,8 @@ def _repeat(
     runs: _UnitRuns,
     members: slice | npt.NDArray[np.bool_],
     plan: MappingPlan,
-    source_units: _Units,
-    target_units: _Units,
+    source_units: UnitPlaces,
+    target_units: UnitPlaces,
 ) -> _Repeated:
     """Step a group of runs from unit to unit, and join those that follow each other directly.
 

@@ -126,16 +126,15 @@ def _pieces(axes: Sequence[_Axis], cell_bytes: int) -> tuple[Int64Array, Int64Ar
     """Maximal runs of a box of cells, in source order: source offsets, target offsets, lengths.
 
     From the innermost axis outwards, an axis whose steps are as long as the run so far, on both
-    sides, makes the run longer. Every axis from the first that does not is enumerated. Nothing
-    else can be contiguous: stepping back along an inner axis is no step of one run forward.
+    sides, makes the run longer; every other one is enumerated. Past an axis that was enumerated
+    none can make the run longer, because its steps are longer than the run. Nothing else can be
+    contiguous: stepping back along an inner axis is no step of one run forward.
     """
     length = cell_bytes
     source_offsets = np.zeros(1, np.int64)
     target_offsets = np.zeros(1, np.int64)
     for size, source_stride, target_stride in sorted(axes, key=lambda axis: axis.source_stride):
-        if size == 1:
-            continue
-        if len(source_offsets) == 1 and source_stride == target_stride == length:
+        if source_stride == target_stride == length:
             length *= size
             continue
         steps = np.arange(size, dtype=np.int64)[:, None]

@@ -41,10 +41,10 @@ from kvcourier.transport.sides import (
     PreparedList,
     check_forms,
     check_lengths,
-    check_owner,
     check_regions,
     checked_indices,
     checked_table,
+    find_list,
 )
 
 __all__ = ["Fate", "InFlight", "Landed", "MemoryNetwork", "MemoryTransport"]
@@ -200,12 +200,7 @@ class MemoryTransport:
             table = checked_table(side)
             _check_registered(table, side.memory, regions, agent or self.agent_name)
             return table
-        prepared = self._lists.get(side.list_id)
-        if prepared is None:
-            raise LocalProtocolError(
-                f"descriptor list {side.list_id}: expected a prepared one, found none"
-            )
-        check_owner(prepared, agent)
+        prepared = find_list(self._lists, side, agent)
         return prepared.table[checked_indices(side, prepared)]
 
     def _require_open(self) -> None:

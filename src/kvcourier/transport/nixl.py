@@ -13,7 +13,6 @@ name can be added.
 import importlib
 import itertools
 import logging
-import logging.config
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -43,15 +42,16 @@ from kvcourier.transport.interface import (
     TransferState,
     TransferStatus,
 )
+from kvcourier.transport.logging_kept import logging_kept
 from kvcourier.transport.sides import (
     LENGTH,
     PreparedList,
     check_forms,
     check_lengths,
-    check_owner,
     check_regions,
     checked_indices,
     checked_table,
+    find_list,
 )
 
 _log = logging.getLogger(__name__)
@@ -124,10 +124,10 @@ class NixlTransport:
                 "NIXL agent: expected a name, at least one backend and num_threads of 0 or more, "
                 f"found {agent_name!r}, {list(backends)} and {num_threads}"
             )
-        api, bindings = _load_nixl()
+        api, self._bindings = _load_nixl()
         self._name = AgentName(agent_name)
         self._errors = tuple(
-            getattr(bindings, name) for name in _MEANINGS if hasattr(bindings, name)
+            getattr(self._bindings, name) for name in _MEANINGS if hasattr(self._bindings, name)
         )
         self._agent: Any = api.nixl_agent(
             agent_name,
@@ -175,8 +175,9 @@ class NixlTransport:
         # Not the full metadata: see the module's docstring.
         kind = next(iter(kinds), MemoryKind.DRAM)
         tables = [np.empty((0, 3), np.int64), *(table for _, _, table in self._registered)]
-        rows = [(*map(int, row), "") for row in np.concatenate(tables)]
-        regions = self._agent.get_reg_descs(rows, kind.value) if rows else self._no_regions(kind)
+        regions = self._bindings.nixlRegDList(
+            self._agent.nixl_mems[kind.value], np.concatenate(tables)
+        )
         return bytes(self._agent.get_partial_agent_metadata(regions, True, []))
 
     def connect(self, agent_metadata: bytes) -> AgentName:
@@ -308,10 +309,6 @@ class NixlTransport:
             options = {option: str(num_threads)} if option and num_threads else {}
             self._agent.create_backend(name, options)
 
-    def _no_regions(self, kind: MemoryKind) -> Any:
-        bindings = importlib.import_module("nixl._bindings")
-        return bindings.nixlRegDList(self._agent.nixl_mems[kind.value])
-
     def _make_from_tables(
         self,
         operation: Operation,
@@ -338,23 +335,14 @@ class NixlTransport:
         remote: Selection,
         notice: bytes,
     ) -> Any:
-        ours, theirs = self._list(local), self._list(remote)
-        check_owner(ours, None)
-        check_owner(theirs, agent)
+        ours = find_list(self._lists, local, None)
+        theirs = find_list(self._lists, remote, agent)
         local_indices = checked_indices(local, ours)
         remote_indices = checked_indices(remote, theirs)
         check_lengths(ours.table[local_indices, LENGTH], theirs.table[remote_indices, LENGTH])
         return self._agent.make_prepped_xfer(
             operation.value, ours.native, local_indices, theirs.native, remote_indices, notice
         )
-
-    def _list(self, selection: Selection) -> PreparedList:
-        entry = self._lists.get(selection.list_id)
-        if entry is None:
-            raise LocalProtocolError(
-                f"descriptor list {selection.list_id}: expected a prepared one, found none"
-            )
-        return entry
 
     def _check(self, posted: _Posted) -> TransferStatus:
         try:
@@ -399,30 +387,17 @@ class NixlTransport:
 
 
 def _load_nixl() -> tuple[Any, Any]:
-    with _own_logging():
+    with logging_kept():
         try:
-            return importlib.import_module("nixl._api"), importlib.import_module("nixl._bindings")
+            modules = (
+                importlib.import_module("nixl._api"),
+                importlib.import_module("nixl._bindings"),
+            )
         except ImportError as error:
             raise ConfigError(
                 f"NIXL cannot be imported ({error}); install it with `pip install nixl`"
             ) from error
-
-
-@contextmanager
-def _own_logging() -> Iterator[None]:
-    """Keep NIXL's import from changing the program's logging.
-
-    On import NIXL calls `logging.config.dictConfig`, which closes every handler of the process,
-    turns `logging.raiseExceptions` off, and prints INFO lines to stdout. Without that call its
-    logger reports to the program's own handlers. NIXL_LOG_LEVEL still sets its level.
-    """
-    configure, raise_exceptions = logging.config.dictConfig, logging.raiseExceptions
-    logging.config.dictConfig = lambda config: None
-    try:
-        yield
-    finally:
-        logging.config.dictConfig = configure
-        logging.raiseExceptions = raise_exceptions
-        logger = logging.getLogger("nixl")
-        if logger.level == logging.NOTSET:
-            logger.setLevel(logging.WARNING)
+    logger = logging.getLogger("nixl")  # NIXL_LOG_LEVEL, if set, has set its level by now
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.WARNING)
+    return modules

@@ -4,7 +4,7 @@ Decides which regions, descriptor tables and selections are well formed and whic
 Refuses to know what is registered or connected, and how bytes move.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvcourier.errors import LocalProtocolError, RegistrationFailed
 from kvcourier.ids import AgentName
 from kvcourier.layout.geometry import Int64Array, MemoryKind, Region
-from kvcourier.transport.interface import Descriptors, Selection, Side
+from kvcourier.transport.interface import DescriptorListId, Descriptors, Selection, Side
 
 ADDRESS, LENGTH, DEVICE = 0, 1, 2
 """Columns of a descriptor table."""
@@ -117,10 +117,19 @@ def check_lengths(local: Int64Array, remote: Int64Array) -> None:
         )
 
 
-def check_owner(prepared: PreparedList, agent: AgentName | None) -> None:
-    """A prepared list must be used for the agent it was made for; raises LocalProtocolError."""
+def find_list(
+    lists: Mapping[DescriptorListId, PreparedList], selection: Selection, agent: AgentName | None
+) -> PreparedList:
+    """The list a selection is of, which must be of this agent; raises LocalProtocolError."""
+    prepared = lists.get(selection.list_id)
+    wanted = f"a prepared one of {agent or 'our own memory'}"
+    if prepared is None:
+        raise LocalProtocolError(
+            f"descriptor list {selection.list_id}: expected {wanted}, found none"
+        )
     if prepared.agent != agent:
         raise LocalProtocolError(
-            f"selection: expected a list of {agent or 'our own memory'}, found one of "
+            f"descriptor list {selection.list_id}: expected {wanted}, found one of "
             f"{prepared.agent or 'our own memory'}"
         )
+    return prepared

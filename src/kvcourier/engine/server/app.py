@@ -57,6 +57,9 @@ def create_app(
 ) -> Starlette:
     """The server as an ASGI application; run it with `serve`.
 
+    Whatever runs it should call `app.state.begin_stop()`, on the event loop, when it begins to
+    stop: requests under way then end with an error instead of holding up the shutdown.
+
     Args:
         endpoint: what moves KV, or None for an instance that works alone.
         role: told to routers in /kvcourier/instance, as it is.
@@ -98,7 +101,7 @@ def create_app(
 
     async def health(_: Request) -> Response:
         if not engine.is_alive:
-            return _engine_dead().response()
+            return _engine_dead(engine).response()
         return json_response({"status": "ok"})
 
     async def show_metrics(_: Request) -> Response:
@@ -129,7 +132,7 @@ def create_app(
         },
         lifespan=lifespan,
     )
-    app.state.active_generations = active
+    app.state.begin_stop = active.stop
     return app
 
 
@@ -170,7 +173,7 @@ class _GenerationRoutes:
         arrival = self._metrics.now_s()
         try:
             if not self._engine.is_alive:
-                raise _engine_dead()
+                raise _engine_dead(self._engine)
             body = parse_body(await read_body(request, self._max_body_bytes), kind)
             job = await self._jobs.read(body, request.headers.get("x-request-id"))
         except ApiError as error:
@@ -215,17 +218,16 @@ async def _watch_engine(engine: ServedEngine, active: ActiveGenerations) -> None
     while True:
         await asyncio.sleep(_LIVENESS_PERIOD_S)
         if not engine.is_alive:
-            active.fail_all(_engine_dead())
+            active.fail_all(_engine_dead(engine))
 
 
 async def _say_nothing(scope: Scope, receive: Receive, send: Send) -> None:
     """The answer to a client that has gone."""
 
 
-def _engine_dead() -> ApiError:
-    return ApiError(
-        503, "the engine has died; its log says why, restart the instance", code="engine_dead"
-    )
+def _engine_dead(engine: ServedEngine) -> ApiError:
+    reason = engine.error or "its log says why"
+    return ApiError(503, f"the engine has stopped: {reason}", code="engine_dead")
 
 
 async def _show_api_error(_: Request, error: Exception) -> Response:

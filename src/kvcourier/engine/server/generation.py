@@ -6,7 +6,7 @@ complete, and that whatever is not complete gets aborted. Refuses to know HTTP a
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,11 +41,15 @@ class ServedEngine(Protocol):
     @property
     def is_alive(self) -> bool: ...
 
+    @property
+    def error(self) -> str | None:
+        """Why it does not serve requests; None while it does."""
+
     def submit(self, request: GenerationRequest) -> None: ...
 
     def abort(self, request_id: RequestId) -> None: ...
 
-    def stats(self) -> dict[str, float]: ...
+    def stats(self) -> Mapping[str, float]: ...
 
 
 class ClientGone(KVCourierError):
@@ -104,7 +108,7 @@ class Generation:
         """Hand all parts to the engine, or none.
 
         Raises:
-            ApiError: 400, the engine refuses a part.
+            ApiError: 400, the engine refuses a part; 503, it has stopped.
         """
         loop = asyncio.get_running_loop()
         for index, part in enumerate(self.job.parts):
@@ -122,6 +126,9 @@ class Generation:
             except RequestRejected as error:
                 self.close()
                 raise ApiError(400, str(error)) from error
+            except KVCourierError as error:
+                self.close()
+                raise ApiError(503, str(error), code="engine_dead") from error
             self._answers[index].is_open = True
 
     async def deltas(self) -> AsyncIterator[Delta]:

@@ -16,6 +16,30 @@ _LABELS = ("model_name",)
 _REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
+ENGINE_METRICS: Mapping[str, tuple[str, str]] = {
+    # Numbers of `stats()`, as (name, help). A name that ends in `_total` is a counter.
+    "running": ("num_requests_running", "Requests in the running batch."),
+    "waiting": ("num_requests_waiting", "Requests that wait for their turn."),
+    "waiting_remote": ("num_requests_waiting_remote", "Requests that wait for KV from a peer."),
+    "kv_usage": ("kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1."),
+    "kv_blocks": ("kv_blocks", "Blocks of the KV cache."),
+    "kv_blocks_used": ("kv_blocks_used", "Blocks of the KV cache in use."),
+    "kv_loans": ("kv_loans", "Requests whose blocks the KV endpoint still holds."),
+    "steps": ("engine_steps_total", "Forward passes of the model."),
+    "prompt_tokens": ("prompt_tokens_total", "Prompt tokens computed."),
+    "generated_tokens": ("generation_tokens_total", "Tokens generated."),
+    "finished_requests": ("finished_requests_total", "Requests ended, for whatever reason."),
+    "kv_received": ("kv_received_total", "Prompts whose KV came from a peer."),
+    "kv_receive_failures": ("kv_receive_failures_total", "Prompts whose KV did not come."),
+    "kv_declined": ("kv_declined_total", "Prompts whose KV was offered but not needed."),
+    "kv_sent": ("kv_sent_total", "Prompts whose KV was collected."),
+    "kv_send_failures": ("kv_send_failures_total", "Prompts whose KV was not collected."),
+    "ignored_reports": ("ignored_reports_total", "Reports about requests unknown by then."),
+    "preemptions": ("num_preemptions_total", "Requests put back for lack of blocks."),
+    "prefix_queried_tokens": ("prefix_cache_queries_total", "Tokens looked up in the cache."),
+    "prefix_hit_tokens": ("prefix_cache_hits_total", "Tokens found in the prefix cache."),
+}
+
 
 class ServerMetrics:
     """Histograms and counters of one server, in `registry`."""
@@ -105,7 +129,10 @@ class AnswerTimer:
 
 
 class EngineCollector(Collector):
-    """Shows the numbers of `stats()`: counters where the name ends in `_total`, else gauges."""
+    """Shows the numbers of `stats()`, those of `ENGINE_METRICS` under the names given there.
+
+    Other numbers keep their names: counters where the name ends in `_total`, else gauges.
+    """
 
     def __init__(self, stats: Callable[[], Mapping[str, float]], model_name: str) -> None:
         self._stats = stats
@@ -113,9 +140,10 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One family per number."""
-        for name, value in sorted(self._stats().items()):
+        for stat, value in sorted(self._stats().items()):
+            other = (stat, f"The engine's {stat.replace('_', ' ')}.")
+            name, text = ENGINE_METRICS.get(stat, other)
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            text = f"The engine's {name.replace('_', ' ')}."
             family = kind(PREFIX + name, text, labels=_LABELS)
             family.add_metric((self._model_name,), value)
             yield family

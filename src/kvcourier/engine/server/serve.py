@@ -14,7 +14,6 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
-from kvcourier.engine.server.generation import ActiveGenerations
 from kvcourier.errors import ConfigError
 
 DEFAULT_GRACE_S = 5
@@ -57,7 +56,7 @@ class HttpServer(uvicorn.Server):
         )
         self._sock = sock
         self._on_ready = on_ready
-        self._active: ActiveGenerations = app.state.active_generations
+        self._begin_stop: Callable[[], None] = app.state.begin_stop
         self.url = _url(sock)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
@@ -76,7 +75,7 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End what runs, then close."""
-        self._active.stop()
+        self._begin_stop()
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -149,4 +148,6 @@ def _bind_failure(host: str, port: int, error: OSError) -> str:
 
 def _url(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):  # every address of ours; the caller is on this machine
+        host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

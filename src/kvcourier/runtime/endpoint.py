@@ -1,0 +1,358 @@
+"""One instance's endpoint: what an engine holds in its hand.
+
+Decides how one call of the engine reaches every rank's courier and how their reports become one.
+Refuses to know the engine, and everything the couriers and cores decide.
+"""
+
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from kvcourier.config import EndpointConfig
+from kvcourier.core import handshake
+from kvcourier.core.endpoint import Endpoint as RankEndpoint
+from kvcourier.core.events import (
+    BlockGroups,
+    BlocksReserved,
+    Event,
+    HoldBegun,
+    PrefillFinished,
+    RequestAborted,
+    WantBegun,
+    WantDeclined,
+)
+from kvcourier.core.outcomes import Outcome, Report
+from kvcourier.core.params import HoldIntent, WantIntent
+from kvcourier.errors import ConfigError, KVCourierError, ParamsError
+from kvcourier.ids import (
+    AgentName,
+    BlockId,
+    HoldId,
+    Incarnation,
+    InstanceAddress,
+    PeerRank,
+    Rank,
+    RequestId,
+    TransferKey,
+)
+from kvcourier.layout.geometry import RankCache, TokenSpan
+from kvcourier.runtime.courier import Courier
+from kvcourier.runtime.metrics import CoreCollector, CourierMetrics, Snapshot
+from kvcourier.runtime.requests import RequestTable
+from kvcourier.runtime.side_channel import HandshakeServer, SideChannel
+from kvcourier.transport.interface import Transport
+
+_log = logging.getLogger(__name__)
+
+TransportFactory = Callable[[AgentName], Transport]
+
+
+class KvEndpoint:
+    """Moves KV for one engine; implements `runtime.interface.Endpoint`.
+
+    Args:
+        config: identity, side channel, timing and limits.
+        caches: the cache of every rank of the instance that lives in this process (all of them).
+        transport_factory: makes a rank's transport, given the name of its agent.
+        registry: where metrics go; a new one if None.
+
+    Raises:
+        MappingError: the ranks are not a full pp x tp set.
+    """
+
+    def __init__(
+        self,
+        config: EndpointConfig,
+        caches: Sequence[RankCache],
+        transport_factory: TransportFactory,
+        *,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        self.config = config
+        self.registry = registry or CollectorRegistry()
+        self.incarnation = Incarnation(uuid.uuid4().hex)
+        self._caches = {cache.rank: cache for cache in caches}
+        self._tp_size, self._pp_size = handshake.topology([cache.rank for cache in caches])
+        self._transport_factory = transport_factory
+        self._metrics = CourierMetrics(self.registry)
+        self.registry.register(CoreCollector(self._snapshots))
+        self._couriers: dict[Rank, Courier] = {}
+        self._server: HandshakeServer | None = None
+        self._requests = RequestTable(frozenset(self._caches), self._abandon)
+        self._reports: deque[Report] = deque()
+        self._on_report: Callable[[], None] = lambda: None
+        self._num_holds = 0
+        self._hold_ids: dict[RequestId, HoldId] = {}
+        self._lock = threading.Lock()
+        self._unix_offset_s = time.time() - time.monotonic()
+        self._closed = False
+
+    # Life.
+
+    def start(self, on_report: Callable[[], None]) -> None:
+        """Open sockets, register memory, start the couriers; see runtime.interface.
+
+        Raises:
+            ConfigError: the side channel's port is taken, or the transport cannot be made.
+            RegistrationFailed: memory could not be registered.
+        """
+        self._on_report = on_report
+        config = self.config
+        try:
+            self._server = HandshakeServer(
+                config.side_channel_host,
+                config.side_channel_port,
+                lambda payload: handshake.answer(payload, self._offer),
+                config.limits.max_message_bytes,
+            )
+            geometries = {rank: cache.geometry for rank, cache in self._caches.items()}
+            facts = handshake.facts_of(config.model, geometries)
+            offers = [
+                self._open_rank(cache, facts, self._server.port) for cache in self._caches.values()
+            ]
+        except BaseException:
+            self.close()
+            raise
+        self._offer = handshake.Offer(
+            engine_id=config.engine_id,
+            incarnation=self.incarnation,
+            modes=sorted(config.modes),
+            facts=facts,
+            tp_size=self._tp_size,
+            pp_size=self._pp_size,
+            ranks=offers,
+        )
+        for courier in self._couriers.values():
+            courier.start()
+        self._server.start()
+
+    def close(self) -> None:
+        """Stop everything; see runtime.interface."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._server is not None:
+            self._server.close()
+        for courier in self._couriers.values():
+            courier.close()
+
+    def instance_info(self) -> dict[str, Any]:
+        """What a router must know of this instance; see runtime.interface."""
+        host, port = self._side_channel_address()
+        first = next(iter(self._caches.values())).geometry
+        return {
+            "engine_id": self.config.engine_id,
+            "incarnation": self.incarnation,
+            "side_channel_host": host,
+            "side_channel_port": port,
+            "tp_size": self._tp_size,
+            "pp_size": self._pp_size,
+            "block_size": first.block_size,
+            "modes": sorted(self.config.modes),
+            "model": self.config.model,
+        }
+
+    # Holding (P).
+
+    def begin_hold(self, request_id: RequestId, intent: HoldIntent) -> None:
+        """A prompt that somebody wants was accepted; see runtime.interface.
+
+        Raises:
+            ParamsError: another request has this transfer id (a client-chosen id used twice
+                crashed both schedulers in sglang#40125).
+        """
+        key = (
+            TransferKey(intent.transfer_id, intent.part) if intent.transfer_id is not None else None
+        )
+        if not self._requests.begin(request_id, key):
+            raise ParamsError("transfer_id", "an id that no running request has", key)
+        with self._lock:
+            self._num_holds += 1
+            hold_id = HoldId(f"{self.incarnation}:{self._num_holds}")
+            self._hold_ids[request_id] = hold_id
+        self._submit(HoldBegun(request_id, hold_id, key))
+
+    def finish_prefill(
+        self, request_id: RequestId, block_ids: Sequence[Sequence[int]], num_tokens: int
+    ) -> dict[str, Any]:
+        """All KV of a prompt is written; see runtime.interface."""
+        self._requests.hand_over(request_id)
+        groups = _groups(block_ids)
+        self._submit(PrefillFinished(request_id, groups, num_tokens))
+        host, port = self._side_channel_address()
+        with self._lock:
+            hold_id = self._hold_ids.pop(request_id)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(group) for group in groups],
+            "remote_engine_id": self.config.engine_id,
+            "remote_request_id": request_id,
+            "remote_host": host,
+            "remote_port": port,
+            "tp_size": self._tp_size,
+            "pp_size": self._pp_size,
+            "dcp_size": 1,
+            "remote_num_tokens": num_tokens,
+            "remote_blocks_expiry_time": None,
+            "remote_hold_id": hold_id,
+            "remote_incarnation": self.incarnation,
+        }
+
+    # Wanting (D).
+
+    def expect(self, request_id: RequestId, intent: WantIntent) -> None:
+        """A request whose KV somebody holds was accepted; see runtime.interface.
+
+        Raises:
+            ParamsError: more than one cache group is named.
+        """
+        block_ids = getattr(intent, "block_ids", ((),))
+        if len(block_ids) != 1:
+            raise ParamsError(
+                "remote_block_ids", "block ids of one cache group", f"{len(block_ids)} groups"
+            )
+        self._requests.begin(request_id, None)
+        self._submit(WantBegun(request_id, intent))
+
+    def receive(
+        self, request_id: RequestId, block_ids: Sequence[Sequence[int]], span: TokenSpan
+    ) -> None:
+        """Get the KV of `span` into these blocks; see runtime.interface."""
+        self._requests.hand_over(request_id)
+        self._submit(BlocksReserved(request_id, _groups(block_ids), span))
+
+    def decline(self, request_id: RequestId) -> None:
+        """Nothing is needed after all; see runtime.interface."""
+        if self._requests.abort(request_id):
+            self._submit(WantDeclined(request_id))
+
+    def abort(self, request_id: RequestId) -> None:
+        """The request has ended early; see runtime.interface."""
+        if self._requests.abort(request_id):
+            with self._lock:
+                self._hold_ids.pop(request_id, None)
+            self._submit(RequestAborted(request_id))
+
+    # Looking.
+
+    def poll(self) -> list[Report]:
+        """Take all reports so far; see runtime.interface.
+
+        Raises:
+            KVCourierError: a courier has died; nothing can be transferred any more.
+        """
+        for courier in self._couriers.values():
+            if courier.error is not None:
+                raise KVCourierError(
+                    f"{courier.thread_name} died: {courier.error!r}"
+                ) from courier.error
+        taken = []
+        while self._reports:
+            taken.append(self._reports.popleft())
+        return taken
+
+    def story(self, key: str) -> list[dict[str, Any]] | None:
+        """What happened to a transfer; see runtime.interface."""
+        entries = []
+        for rank, courier in self._couriers.items():
+            for entry in courier.endpoint.story(key) or ():
+                entries.append(
+                    {
+                        "at_unix_s": entry.at + self._unix_offset_s,
+                        "what": entry.what,
+                        "rank": str(rank),
+                        "thread": courier.thread_name,
+                        **entry.details,
+                    }
+                )
+        return sorted(entries, key=lambda entry: entry["at_unix_s"]) or None
+
+    def gauges(self) -> Mapping[str, Snapshot]:
+        """Counters and gauges of each rank's core, by the rank's name."""
+        return self._snapshots()
+
+    # Inside.
+
+    def _open_rank(
+        self, cache: RankCache, facts: handshake.Facts, server_port: int
+    ) -> handshake.RankOffer:
+        config, rank = self.config, cache.rank
+        me = PeerRank(config.engine_id, self.incarnation, rank)
+        agent_name = AgentName(f"{config.engine_id}:{self.incarnation[:12]}:{rank}")
+        transport = self._transport_factory(agent_name)
+        transport.register(cache.regions)
+        channel = SideChannel(me, config.side_channel_host, config.limits.max_message_bytes)
+        endpoint = RankEndpoint(
+            me,
+            InstanceAddress(config.engine_id, config.side_channel_host, server_port),
+            {each.rank: each.geometry for each in self._caches.values()},
+            config.timing,
+            config.limits,
+        )
+        self._couriers[rank] = Courier(
+            endpoint,
+            cache,
+            transport,
+            channel,
+            facts,
+            config=config.courier,
+            limits=config.limits,
+            metrics=self._metrics,
+            on_report=lambda report: self._on_rank_report(rank, report),
+            on_death=lambda: self._on_report(),
+        )
+        return handshake.rank_offer(
+            cache, transport.agent_name, transport.agent_metadata(), channel.port
+        )
+
+    def _submit(self, event: Event) -> None:
+        for courier in self._couriers.values():
+            courier.submit(event)
+
+    def _abandon(self, request_id: RequestId) -> None:
+        """One rank has failed: the others must not wait for what will not come."""
+        self._submit(RequestAborted(request_id))
+
+    def _on_rank_report(self, rank: Rank, report: Report) -> None:
+        told = self._requests.report(rank, report)
+        for each in told:
+            self._metrics.outcomes.labels(each.outcome).inc()
+            if each.outcome in (Outcome.RECEIVE_FAILED, Outcome.SEND_FAILED):
+                _log.warning(
+                    "%s %s: %s; story: %s",
+                    each.request_id,
+                    each.outcome,
+                    each.reason,
+                    self.story(each.request_id),
+                )
+        if told:
+            self._reports.extend(told)
+            self._on_report()
+
+    def _side_channel_address(self) -> tuple[str, int]:
+        port = self._server.port if self._server is not None else self.config.side_channel_port
+        return self.config.side_channel_host, port
+
+    def _snapshots(self) -> dict[str, Snapshot]:
+        return {
+            str(rank): (
+                {name.value: count for name, count in dict(courier.endpoint.counts).items()},
+                courier.endpoint.gauges(),
+            )
+            for rank, courier in self._couriers.items()
+        }
+
+
+def _groups(block_ids: Sequence[Sequence[int]]) -> BlockGroups:
+    if len(block_ids) != 1:
+        raise ConfigError(
+            f"cache groups: one is supported, this model's cache has {len(block_ids)}"
+        )
+    return tuple(tuple(BlockId(int(block)) for block in group) for group in block_ids)

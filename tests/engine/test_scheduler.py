@@ -1,0 +1,193 @@
+"""The scheduler, without models: order, budgets, preemption, and that everybody finishes."""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcourier.engine.blocks import BlockPool
+from kvcourier.engine.scheduler import Phase, Scheduler, Sequence
+from kvcourier.ids import RequestId
+
+BLOCK_SIZE = 4
+
+
+def make_scheduler(num_blocks: int, **settings_: int) -> Scheduler:
+    defaults = {"max_batch_tokens": 8, "max_num_seqs": 4}
+    return Scheduler(BlockPool(num_blocks), block_size=BLOCK_SIZE, **defaults | settings_)
+
+
+def make_sequence(
+    arrival: int, num_tokens: int, phase: Phase = Phase.WAITING, seed: int | None = None
+) -> Sequence:
+    source = random.Random(arrival if seed is None else seed)
+    tokens = [source.randrange(100) for _ in range(num_tokens)]
+    return Sequence(RequestId(str(arrival)), arrival, tokens, phase)
+
+
+def run_step(scheduler: Scheduler) -> list[tuple[int, int, int]]:
+    """Compute a batch, add a token to whoever completes; (arrival, start, count) of each."""
+    batch = scheduler.schedule()
+    result = [(work.sequence.arrival, work.start, work.count) for work in batch]
+    completing = [work.sequence for work in batch if work.completes]
+    for work in batch:
+        scheduler.computed(work)
+    for sequence in completing:
+        sequence.tokens.append(7)
+    return result
+
+
+def test_a_long_prompt_is_cut_into_chunks_and_decodes_go_first() -> None:
+    scheduler = make_scheduler(20)
+    scheduler.add(make_sequence(1, 3))
+    scheduler.add(make_sequence(2, 18))
+    assert run_step(scheduler) == [(1, 0, 3), (2, 0, 5)]
+    assert run_step(scheduler) == [(1, 3, 1), (2, 5, 7)]
+    assert run_step(scheduler) == [(1, 4, 1), (2, 12, 6)]
+    assert run_step(scheduler) == [(1, 5, 1), (2, 18, 1)]
+
+
+def test_no_more_sequences_than_allowed() -> None:
+    scheduler = make_scheduler(20, max_num_seqs=2)
+    for arrival in (1, 2, 3):
+        scheduler.add(make_sequence(arrival, 2))
+    assert [arrival for arrival, _, _ in run_step(scheduler)] == [1, 2]
+    scheduler.remove(scheduler.running[0])
+    assert [arrival for arrival, _, _ in run_step(scheduler)] == [2, 3]
+
+
+def test_the_newest_is_preempted_and_starts_again_in_order() -> None:
+    scheduler = make_scheduler(5)
+    first, second = make_sequence(1, 8), make_sequence(2, 8)
+    scheduler.add(first)
+    scheduler.add(second)
+    run_step(scheduler)
+    run_step(scheduler)
+    scheduler.add(make_sequence(3, 4))
+    while second.phase is Phase.RUNNING:
+        run_step(scheduler)
+    assert scheduler.counters.preemptions == 1
+    assert second.num_computed == 0
+    assert [s.arrival for s in scheduler.waiting] == [2, 3]  # 3 may not overtake 2
+    scheduler.remove(first)
+    assert run_step(scheduler)[0][0] == 2
+
+
+def test_remote_ones_get_all_their_blocks_or_none_and_in_order() -> None:
+    scheduler = make_scheduler(5)
+    for arrival, num_tokens in ((1, 12), (2, 12), (3, 4)):
+        scheduler.add(make_sequence(arrival, num_tokens, Phase.WANTING))
+    (admission,) = scheduler.admit_remote()
+    assert (admission.sequence.arrival, len(admission.blocks)) == (1, 3)
+    assert scheduler.pool.num_free == 2  # 2 does not hold part of its need, 3 does not overtake
+    scheduler.received(admission.sequence)
+    assert run_step(scheduler) == [(1, 11, 1)]
+    scheduler.remove(admission.sequence)
+    assert [a.sequence.arrival for a in scheduler.admit_remote()] == [2, 3]
+
+
+def test_remote_ones_overtake_local_ones_only_with_blocks_those_do_not_need() -> None:
+    scheduler = make_scheduler(10, max_num_seqs=1)
+    scheduler.add(make_sequence(1, 8))
+    run_step(scheduler)
+    scheduler.add(make_sequence(2, 20))  # waits for a place, needs 5 of the 8 free blocks
+    scheduler.add(make_sequence(3, 12, Phase.WANTING))
+    assert len(scheduler.admit_remote()) == 1
+    scheduler.add(make_sequence(4, 4, Phase.WANTING))
+    assert scheduler.admit_remote() == []
+
+
+def test_a_local_one_does_not_take_blocks_that_an_older_remote_one_waits_for() -> None:
+    scheduler = make_scheduler(4)
+    scheduler.add(make_sequence(1, 4))
+    run_step(scheduler)
+    scheduler.add(make_sequence(2, 16, Phase.WANTING))
+    assert scheduler.admit_remote() == []
+    scheduler.add(make_sequence(3, 4))
+    assert [arrival for arrival, _, _ in run_step(scheduler)] == [1]
+
+
+def test_blocks_being_received_are_not_shared_before_they_came() -> None:
+    scheduler = make_scheduler(20)
+    first, second = (make_sequence(i, 9, Phase.WANTING, seed=0) for i in (1, 2))
+    scheduler.add(first)
+    scheduler.admit_remote()
+    scheduler.add(second)
+    (admission,) = scheduler.admit_remote()
+    assert admission.span.start == 0
+    scheduler.received(first)
+    third = make_sequence(3, 9, Phase.WANTING, seed=0)
+    scheduler.add(third)
+    (declined,) = scheduler.admit_remote()
+    assert declined.blocks == ()
+    run_step(scheduler)
+    assert third.blocks[:2] == first.blocks[:2]
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.integers(1, 30),  # prompt
+            st.integers(1, 10),  # answer
+            st.sampled_from(["local", "remote", "lost", "abort"]),
+            st.integers(0, 2),  # which prefix
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    num_blocks=st.integers(10, 24),
+    max_batch_tokens=st.integers(1, 20),
+    max_num_seqs=st.integers(1, 5),
+    seed=st.integers(0, 2**16),
+)
+def test_everybody_finishes_and_blocks_have_one_owner(
+    requests: list[tuple[int, int, str, int]],
+    num_blocks: int,
+    max_batch_tokens: int,
+    max_num_seqs: int,
+    seed: int,
+) -> None:
+    scheduler = make_scheduler(
+        num_blocks, max_batch_tokens=max_batch_tokens, max_num_seqs=max_num_seqs
+    )
+    world = random.Random(seed)
+    pending = list(enumerate(requests))
+    kinds = {str(index): kind for index, (_, _, kind, _) in pending}
+    goals = {str(index): prompt + answer for index, (prompt, answer, _, _) in pending}
+    late: list[RequestId] = []  # lost loans that come back later
+    live: dict[str, Sequence] = {}
+    for _ in range(2000):
+        if pending and world.random() < 0.5:
+            index, (num_tokens, _, kind, prefix) = pending.pop(0)
+            phase = Phase.WANTING if kind in ("remote", "lost") else Phase.WAITING
+            live[str(index)] = make_sequence(index, num_tokens, phase, seed=prefix)
+            scheduler.add(live[str(index)])
+        scheduler.admit_remote()
+        for sequence in list(scheduler.receiving):
+            if world.random() < 0.5:
+                if kinds[sequence.request_id] == "remote":
+                    scheduler.received(sequence)
+                else:
+                    late.append(sequence.request_id)
+                    scheduler.compute_instead(sequence)
+        for request_id in [r for r in late if world.random() < 0.3]:
+            late.remove(request_id)
+            assert scheduler.take_back(request_id)
+        batch = run_step(scheduler)
+        assert sum(count for _, _, count in batch) <= max_batch_tokens
+        assert len(scheduler.running) <= max_num_seqs
+        for name, sequence in list(live.items()):
+            aborted = kinds[name] == "abort" and world.random() < 0.3
+            if aborted or len(sequence.tokens) >= goals[name]:
+                scheduler.remove(sequence)
+                del live[name]
+        held = [block for sequence in live.values() for block in sequence.blocks]
+        lent = [block for blocks in scheduler.loans.values() for block in blocks]
+        assert len(set(lent)) == len(lent)
+        assert not set(held) & set(lent)
+        assert scheduler.pool.num_free == num_blocks - len(set(held)) - len(lent)
+        if not (pending or live or late):
+            break
+    assert not (pending or live or late)
+    assert scheduler.pool.num_free == num_blocks

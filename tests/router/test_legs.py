@@ -1,0 +1,252 @@
+"""What the two legs carry, what a client may ask, and who is chosen: the other pure parts."""
+
+import contextlib
+import json
+import string
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcourier.config import Limits, TransferMode
+from kvcourier.core.params import HoldIntent, PullIntent, PushIntent, parse_params
+from kvcourier.ids import EngineId, RequestId, TransferId
+from kvcourier.router.config import Coordinates
+from kvcourier.router.intake import (
+    CallRefused,
+    forwarded_headers,
+    mode_of,
+    parse_body,
+    request_id_of,
+)
+from kvcourier.router.legs import (
+    Call,
+    decode_leg,
+    prefill_leg,
+    prefill_params,
+    pull_params,
+    push_params,
+    read_handoff,
+)
+from kvcourier.router.policy import POLICIES, Candidate, choose
+
+repeatable = settings(derandomize=True, deadline=None)
+WHERE = Coordinates(EngineId("p"), "host", 5600, 2, 3)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from(
+    [
+        *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "min_tokens"),
+        *("stream", "stream_options", "temperature", "seed", "logprobs", "a_field_of_tomorrow"),
+    ]
+)
+BODIES = st.dictionaries(FIELDS, VALUES)
+
+
+def call(body: dict[str, Any]) -> Call:
+    return Call(TransferMode.PUSH, TransferId("t"), RequestId("r"), body, (("a", "b"),), WHERE)
+
+
+@repeatable
+@given(BODIES)
+def test_a_prefill_leg_changes_only_what_it_must(body: dict[str, Any]) -> None:
+    before = json.dumps(body)
+    sent = json.loads(prefill_leg(call(body)).content)
+    assert sent.pop("kv_transfer_params") == prefill_params(call(body))
+    assert (sent.pop("max_tokens"), sent.pop("stream")) == (1, False)
+    if "max_completion_tokens" in body:
+        assert sent.pop("max_completion_tokens") == 1
+    changed = {"max_tokens", "max_completion_tokens", "stream", "stream_options", "min_tokens"}
+    assert sent == {key: value for key, value in body.items() if key not in changed}
+    assert json.dumps(body) == before
+
+
+@repeatable
+@given(BODIES, st.dictionaries(st.text(), VALUES))
+def test_a_decode_leg_is_the_call_and_the_handoff(
+    body: dict[str, Any], handoff: dict[str, Any]
+) -> None:
+    params = pull_params(call(body), handoff)
+    sent = json.loads(decode_leg(call(body), params).content)
+    assert sent == body | {"kv_transfer_params": params}
+    assert {**params, **handoff} == params | {
+        key: value for key, value in handoff.items() if key == "transfer_id"
+    }
+    assert params["transfer_id"] is not None
+
+
+def test_our_own_instances_understand_each_leg() -> None:
+    limits = Limits()
+    one = call({})
+    assert parse_params(prefill_params(one), limits) == HoldIntent(TransferId("t"))
+    pushed = parse_params(push_params(one, WHERE), limits)
+    assert isinstance(pushed, PushIntent)
+    assert (pushed.holder.engine_id, pushed.holder.port) == ("p", 5600)
+    assert (pushed.holder.tp_size, pushed.holder.pp_size) == (2, 3)
+    assert pushed.transfer_id == "t"
+    handoff = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[1, 2]],
+        "remote_engine_id": "p",
+        "remote_request_id": "x",
+        "remote_host": "host",
+        "remote_port": 5600,
+        "tp_size": 2,
+    }
+    pulled = parse_params(pull_params(one, handoff), limits)
+    assert isinstance(pulled, PullIntent)
+    assert pulled.transfer_id == "t"
+
+
+def test_headers_of_a_leg() -> None:
+    leg = prefill_leg(call({}))
+    assert dict(leg.headers) == {
+        "a": "b",
+        "content-type": "application/json",
+        "accept-encoding": "identity",
+        "x-request-id": "r",
+    }
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"<html>", b"\xff"])
+def test_an_answer_that_is_no_object(content: bytes) -> None:
+    with pytest.raises(ValueError):
+        read_handoff(content)
+
+
+@repeatable
+@given(BODIES.filter(lambda body: not isinstance(body.get("prompt"), list)))
+def test_single_calls_are_taken_as_they_are(body: dict[str, Any]) -> None:
+    assert parse_body(json.dumps(body).encode()) == body
+
+
+@repeatable
+@given(st.binary())
+def test_any_bytes_are_a_body_or_refused(raw: bytes) -> None:
+    with contextlib.suppress(CallRefused):
+        assert isinstance(parse_body(raw), dict)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"n": 2}, "n"),
+        ({"n": "2"}, "n"),
+        ({"n": 0}, "n"),
+        ({"best_of": 2}, "best_of"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": [1, "b"]}, "prompt"),
+        ({"prompt_embeds": ["a", "b"]}, "prompt_embeds"),
+        ({"kv_transfer_params": {}}, "kv_transfer_params"),
+    ],
+)
+def test_what_is_refused_is_named(body: dict[str, Any], field: str) -> None:
+    with pytest.raises(CallRefused) as caught:
+        parse_body(json.dumps(body).encode())
+    assert caught.value.param == field
+    assert field in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"n": 1},
+        {"n": None, "best_of": 1, "use_beam_search": False},
+        {"prompt": ["a"]},
+        {"prompt": [[1, 2]]},
+        {"prompt": [1, 2, 3]},
+        {"prompt": []},
+        {"kv_transfer_params": None},
+    ],
+)
+def test_one_prompt_in_any_form_is_taken(body: dict[str, Any]) -> None:
+    assert parse_body(json.dumps(body).encode()) == body
+
+
+@pytest.mark.parametrize("raw", [b'{"a": NaN}', b'{"a": -Infinity}', b"1" * 5000, b"[" * 100000])
+def test_odd_json_is_refused(raw: bytes) -> None:
+    with pytest.raises(CallRefused):
+        parse_body(raw)
+
+
+@repeatable
+@given(st.text())
+def test_a_request_id_is_plain_or_minted(given_id: str) -> None:
+    chosen = request_id_of({"x-request-id": given_id}, lambda: "minted")
+    assert chosen in (given_id, "minted")
+    assert 1 <= len(chosen) <= 128
+    assert set(chosen) <= set(string.ascii_letters + string.digits + "._:-")
+
+
+@pytest.mark.parametrize("text", ["pull", "PUSH", " push "])
+def test_a_mode_is_read(text: str) -> None:
+    assert mode_of({"x-kv-mode": text}, TransferMode.PULL) == text.strip().lower()
+
+
+def test_no_mode_is_the_default_and_a_wrong_one_refused() -> None:
+    assert mode_of({}, TransferMode.PUSH) is TransferMode.PUSH
+    with pytest.raises(CallRefused, match="pull, push"):
+        mode_of({"x-kv-mode": "both"}, TransferMode.PULL)
+
+
+def test_headers_of_one_connection_stay_behind() -> None:
+    given_headers = [
+        ("Authorization", "Bearer k"),
+        ("traceparent", "00-1"),
+        ("Connection", "close, X-Hop"),
+        ("X-Hop", "1"),
+        ("Host", "router"),
+        ("Content-Length", "9"),
+        ("X-Request-Id", "r"),
+        ("X-KV-Mode", "push"),
+        ("X-Data-Parallel-Rank", "9"),
+        ("Transfer-Encoding", "chunked"),
+    ]
+    assert forwarded_headers(given_headers) == (
+        ("authorization", "Bearer k"),
+        ("traceparent", "00-1"),
+    )
+
+
+CANDIDATES = st.lists(
+    st.builds(Candidate, st.booleans(), st.booleans(), st.integers(0, 5)), min_size=1, max_size=6
+)
+
+
+@repeatable
+@given(st.sampled_from(sorted(POLICIES)), CANDIDATES, st.integers(0, 100))
+def test_a_choice_is_usable_and_reachable_if_any_is(
+    policy: str, candidates: list[Candidate], turn: int
+) -> None:
+    index = choose(policy, candidates, turn)
+    usable = [candidate for candidate in candidates if candidate.usable]
+    if index is None:
+        assert not usable
+        return
+    assert candidates[index].usable
+    if any(candidate.reachable for candidate in usable):
+        assert candidates[index].reachable
+
+
+@repeatable
+@given(st.sampled_from(sorted(POLICIES)), st.integers(1, 6), st.integers(0, 20))
+def test_equal_candidates_take_turns(policy: str, size: int, first: int) -> None:
+    candidates = [Candidate() for _ in range(size)]
+    chosen = [choose(policy, candidates, first + step) for step in range(size)]
+    assert sorted(index for index in chosen if index is not None) == list(range(size))
+
+
+def test_the_least_busy_is_chosen() -> None:
+    candidates = [Candidate(in_flight=3), Candidate(in_flight=1), Candidate(in_flight=2)]
+    assert {choose("least_in_flight", candidates, turn) for turn in range(6)} == {1}
