@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from kv_content import touched_blocks, write_prompt, wrong_cells
-from layout_builders import PlacementStyle, make_instance, model_cache
-
 from kvcourier.config import EndpointConfig, Limits, Timing, TransferMode
 from kvcourier.core.params import Intent, parse_params
 from kvcourier.ids import EngineId, RequestId
 from kvcourier.layout import TokenSpan, instance_geometries
 from kvcourier.runtime.endpoint import KvEndpoint, TransportFactory
 from kvcourier.runtime.reports import Outcome, Report
+from layout_builders import PlacementStyle, make_instance, model_cache
 
 WAIT_S = 20.0
 

@@ -7,10 +7,10 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from layout_builders import CANARY, Buffer, plane_cells
 
 from kvcourier.ids import Rank
 from kvcourier.layout import RankCache, TokenSpan
+from layout_builders import CANARY, Buffer, plane_cells
 
 Instance = Mapping[Rank, tuple[RankCache, list[Buffer]]]
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from kvcourier.config import TransferMode
 from kvcourier.errors import ConfigError
-from kvcourier.probe import (
+from kvcourier.probe.run import (
     ProbeConfig,
     ProbeError,
     PromptKind,

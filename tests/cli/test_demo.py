@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from kvcourier.cli.app import app
 from kvcourier.demo import run as run_module
-from kvcourier.demo.client import RequestFailed, complete
 from kvcourier.demo.prompts import PROMPTS
 from kvcourier.demo.report import ModeResult, Report, Sample
 from kvcourier.demo.run import first_difference
@@ -25,64 +24,6 @@ Handler = Callable[[httpx.Request], httpx.Response]
 
 def client_of(handler: Handler) -> httpx.Client:
     return httpx.Client(transport=httpx.MockTransport(handler))
-
-
-def stream(*events: Any, status: int = 200, done: bool = True) -> httpx.Response:
-    lines = [event if isinstance(event, str) else json.dumps(event) for event in events]
-    text = "".join(f"data: {line}\n\n" for line in (*lines, *(["[DONE]"] if done else [])))
-    return httpx.Response(status, text=text, headers={"X-KV-Transfer-Id": "t-1"})
-
-
-def chunk(text: str, *token_ids: int) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "text": text, "token_ids": list(token_ids)}]}
-
-
-def test_complete_gathers_tokens_text_and_times() -> None:
-    seen: list[httpx.Request] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        seen.append(request)
-        return stream(chunk("", 5), chunk("Hello", 6, 7), {"choices": [], "usage": {}})
-
-    pieces: list[str] = []
-    found = complete(
-        client_of(answer), "http://r", "m", "Say", 3, mode="push", on_text=pieces.append
-    )
-    assert (found.token_ids, found.text, pieces) == ((5, 6, 7), "Hello", ["Hello"])
-    assert found.transfer_id == "t-1"
-    assert found.ttft_s > 0
-    assert found.tpot_s >= 0
-    body = json.loads(seen[0].content)
-    assert seen[0].headers["X-KV-Mode"] == "push"
-    assert (body["prompt"], body["max_tokens"], body["temperature"]) == ("Say", 3, 0)
-    assert body["stream"] is True
-    assert body["return_token_ids"] is True
-
-
-@pytest.mark.parametrize(
-    ("response", "sentence"),
-    [
-        (httpx.Response(400, json={"error": {"message": "too long"}}), "HTTP 400: too long"),
-        (httpx.Response(502, text="bad gateway"), "HTTP 502: bad gateway"),
-        (httpx.Response(503), r"HTTP 503: \(no body\)"),
-        (stream(chunk("a", 1), {"error": {"message": "KV did not come"}}), "KV did not come"),
-        (stream(chunk("a", 1, 2, 3), done=False), r"ended before \[DONE\]"),
-        (stream(chunk("a", 1, 2)), "expected 3 tokens, found 2"),
-        (stream(), "expected 3 tokens, found 0"),
-        (stream("{"), "not JSON"),
-    ],
-)
-def test_a_failed_request_says_why(response: httpx.Response, sentence: str) -> None:
-    with pytest.raises(RequestFailed, match=sentence):
-        complete(client_of(lambda request: response), "http://r", "m", "Say", 3)
-
-
-def test_a_broken_connection_is_a_failed_request() -> None:
-    def refuse(request: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("refused")
-
-    with pytest.raises(RequestFailed, match="ConnectError: refused"):
-        complete(client_of(refuse), "http://r", "m", "Say", 3)
 
 
 PREFILL_FINISHED = {"at_unix_s": 100.5, "what": "prefill_finished", "thread": "engine"}

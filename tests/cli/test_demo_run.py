@@ -128,11 +128,14 @@ def test_an_interrupt_leaves_nothing_running(
     assert demo.returncode == 130
     assert stderr == b"kvcourier: interrupted\n"
     assert running(pids) == []
+    assert list(pids.parent.glob("kvcourier-demo-*")) == []
 
 
 def test_the_command_as_a_whole(pids: Path, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    code = AS_COMMAND.replace("sys.argv[1]]", "sys.argv[1], '--json', sys.argv[2]]")
+    code = AS_COMMAND.replace(
+        "sys.argv[1]]", "sys.argv[1], '--num-tokens=5', '--json', sys.argv[2]]"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, "good", str(path)],
         capture_output=True,
@@ -141,4 +144,4 @@ def test_the_command_as_a_whole(pids: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(path.read_text())["tokens_equal"] is True
-    assert "512 tokens equal" in done.stdout
+    assert f"All {2 * len(PROMPTS) * 5} tokens equal" in done.stdout

@@ -66,11 +66,11 @@ class CacheMemory:
             for replica in target._views[key]:
                 for position in range(span.start, span.stop):
                     there = position - span.start
-                    replica[target_blocks[there // target.block_size], there % target.block_size] = (
-                        sources[-1][
-                            source_blocks[position // self.block_size], position % self.block_size
-                        ]
-                    )
+                    replica[
+                        target_blocks[there // target.block_size], there % target.block_size
+                    ] = sources[-1][
+                        source_blocks[position // self.block_size], position % self.block_size
+                    ]
 
 
 @dataclass
@@ -259,9 +259,9 @@ class FakeEndpoint:
     def wait_for(self, call: str, request_id: str, timeout: float = 30.0) -> None:
         """Until the engine has made this call."""
         with self.called:
-            assert self.called.wait_for(
-                lambda: (call, request_id) in self.calls, timeout
-            ), f"no {call}({request_id}) in {self.calls}"
+            assert self.called.wait_for(lambda: (call, request_id) in self.calls, timeout), (
+                f"no {call}({request_id}) in {self.calls}"
+            )
 
     def _note(self, call: str, request_id: RequestId) -> None:
         self.calls.append((call, request_id))

@@ -1,4 +1,4 @@
-"""Helpers for engine tests: tiny models, transformers' own answers, listeners with bounded waits."""
+"""Helpers for engine tests: tiny models, transformers' answers, listeners with bounded waits."""
 
 import functools
 import queue

@@ -18,7 +18,7 @@ NUM_BLOCKS = 8
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """`content` is what was last written to each block, owned or not: (position, all tokens)."""
+    """`content` is what each block holds: all tokens up to its end, or nothing complete."""
 
     tables = Bundle("tables")
 
@@ -27,7 +27,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS)
         self.content: dict[BlockId, tuple[int, ...]] = {}
         self.owners: dict[int, list[BlockId]] = {}
-        self.private: dict[int, set[BlockId]] = {}
         self.next_table = 0
 
     @rule(
@@ -35,7 +34,7 @@ class PoolMachine(RuleBasedStateMachine):
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12),
         is_written=st.booleans(),
     )
-    def start(self, tokens: list[int], is_written: bool) -> int | None:
+    def start(self, tokens: list[int], is_written: bool) -> int:
         keys = keys_of(tokens)
         shared = self.pool.match(keys)
         for index, block in enumerate(shared):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from engine.fake_endpoint import FakeEndpoint, FakeWire
 from engine.rig import (
     LLAMA,
@@ -16,9 +17,14 @@ from engine.rig import (
     submit,
     tiny_model,
 )
-
-from kvcourier.core.params import HoldIntent, HolderAddress, PullIntent
-from kvcourier.engine.api import FinishReason, RequestRejected, TokenEvent
+from kvcourier.core.params import HolderAddress, HoldIntent, PullIntent
+from kvcourier.engine.api import (
+    FinishReason,
+    GenerationRequest,
+    RequestRejected,
+    SamplingParams,
+    TokenEvent,
+)
 from kvcourier.engine.config import EngineConfig
 from kvcourier.engine.engine import Engine, EngineStopped
 from kvcourier.errors import ConfigError
@@ -71,9 +77,11 @@ def test_requests_that_can_never_be_served(
 )
 def test_pull_intents_that_do_not_fit(intent: PullIntent, message: str) -> None:
     endpoint = FakeEndpoint(FakeWire())
-    with running_engine(endpoint=endpoint) as engine:
-        with pytest.raises(RequestRejected, match=message):
-            submit(engine, "d/a", random_prompt(5), intent=intent)
+    with (
+        running_engine(endpoint=endpoint) as engine,
+        pytest.raises(RequestRejected, match=message),
+    ):
+        submit(engine, "d/a", random_prompt(5), intent=intent)
 
 
 def test_a_request_id_is_free_again_after_its_last_event() -> None:
@@ -148,8 +156,6 @@ def test_a_listener_that_fails_ends_its_request_only() -> None:
                 assert event.finish_reason is FinishReason.ABORT
                 ended.set()
             raise ValueError("broken listener")
-
-        from kvcourier.engine.api import GenerationRequest, SamplingParams
 
         sampling = SamplingParams(max_tokens=400, ignore_eos=True)
         engine.submit(GenerationRequest(RequestId("a"), (1, 2), sampling, listen))

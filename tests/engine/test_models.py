@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from engine.rig import LLAMA, QWEN3, generate, random_prompt, reference, running_engine, tiny_model
 
+from engine.rig import LLAMA, QWEN3, generate, random_prompt, reference, running_engine, tiny_model
 from kvcourier.engine.config import EngineConfig
 from kvcourier.engine.engine import Engine
 from kvcourier.engine.models import adopt_model, load_model, parse_device, parse_dtype
@@ -207,9 +207,7 @@ def test_dtypes_and_devices() -> None:
 def test_smollm2_answers_in_english() -> None:
     model = load_model("smollm2", "float32")
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    text = model.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=False
-    )
+    text = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     prompt = model.tokenizer.encode(text)
     engine = Engine(model, EngineConfig(num_blocks=64))
     engine.start()

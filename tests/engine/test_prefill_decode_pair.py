@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+
 from engine.fake_endpoint import FakeEndpoint, FakeWire
 from engine.rig import (
     LLAMA,
@@ -16,8 +17,7 @@ from engine.rig import (
     submit,
     tiny_model,
 )
-
-from kvcourier.core.params import HoldIntent, HolderAddress, PullIntent, PushIntent
+from kvcourier.core.params import HolderAddress, HoldIntent, PullIntent, PushIntent
 from kvcourier.engine.api import FinishReason, RequestRejected
 from kvcourier.engine.config import EngineConfig, make_cache
 from kvcourier.engine.engine import Engine, EngineStopped
@@ -49,9 +49,7 @@ class Pair:
 
     def start_push(self, name: str, prompt: tuple[int, ...]) -> Listener:
         intent = PushIntent(HOLDER, None, TransferId(name))
-        return submit(
-            self.decode.engine, f"d/{name}", prompt, intent=intent, max_tokens=NUM_TOKENS
-        )
+        return submit(self.decode.engine, f"d/{name}", prompt, intent=intent, max_tokens=NUM_TOKENS)
 
     def start_pull(
         self,
@@ -70,9 +68,7 @@ class Pair:
             incarnation=None,
             transfer_id=TransferId(name),
         )
-        return submit(
-            self.decode.engine, f"d/{name}", prompt, intent=intent, max_tokens=max_tokens
-        )
+        return submit(self.decode.engine, f"d/{name}", prompt, intent=intent, max_tokens=max_tokens)
 
     def pull(self, name: str, prompt: tuple[int, ...]) -> list[int]:
         params = self.start_prefill(name, prompt).finish().kv_transfer_params

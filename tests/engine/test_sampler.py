@@ -1,8 +1,8 @@
 """Picking tokens from logits."""
 
 import torch
-from engine.rig import generate, random_prompt, running_engine, submit
 
+from engine.rig import generate, random_prompt, running_engine, submit
 from kvcourier.engine.api import FinishReason, SamplingParams
 from kvcourier.engine.sampler import TokenSampler, sample
 

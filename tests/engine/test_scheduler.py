@@ -12,9 +12,13 @@ from kvcourier.ids import RequestId
 BLOCK_SIZE = 4
 
 
-def make_scheduler(num_blocks: int, **settings_: int) -> Scheduler:
-    defaults = {"max_batch_tokens": 8, "max_num_seqs": 4}
-    return Scheduler(BlockPool(num_blocks), block_size=BLOCK_SIZE, **defaults | settings_)
+def make_scheduler(num_blocks: int, max_batch_tokens: int = 8, max_num_seqs: int = 4) -> Scheduler:
+    return Scheduler(
+        BlockPool(num_blocks),
+        block_size=BLOCK_SIZE,
+        max_batch_tokens=max_batch_tokens,
+        max_num_seqs=max_num_seqs,
+    )
 
 
 def make_sequence(
@@ -45,6 +49,18 @@ def test_a_long_prompt_is_cut_into_chunks_and_decodes_go_first() -> None:
     assert run_step(scheduler) == [(1, 3, 1), (2, 5, 7)]
     assert run_step(scheduler) == [(1, 4, 1), (2, 12, 6)]
     assert run_step(scheduler) == [(1, 5, 1), (2, 18, 1)]
+
+
+def test_single_tokens_are_not_held_up_by_an_older_prefill() -> None:
+    scheduler = make_scheduler(20)
+    scheduler.add(make_sequence(1, 40))
+    remote = make_sequence(2, 6, Phase.WANTING)
+    scheduler.add(remote)
+    scheduler.admit_remote()
+    assert run_step(scheduler) == [(1, 0, 8)]
+    scheduler.received(remote)
+    assert run_step(scheduler) == [(2, 5, 1), (1, 8, 7)]
+    assert run_step(scheduler) == [(2, 6, 1), (1, 15, 7)]
 
 
 def test_no_more_sequences_than_allowed() -> None:

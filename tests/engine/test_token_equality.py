@@ -1,6 +1,7 @@
 """The engine gives the tokens that transformers' own generate gives."""
 
 import pytest
+
 from engine.rig import LLAMA, QWEN3, generate, random_prompt, reference, running_engine
 
 LENGTHS = (1, 7, 15, 16, 17, 40, 150)
@@ -25,8 +26,9 @@ def test_concurrent_prompts_of_mixed_lengths(source: str, enable_prefix_caching:
 @pytest.mark.parametrize("pp_size", [1, 2])
 def test_virtual_ranks_and_layouts(cache_layout: str, tp_size: int, pp_size: int) -> None:
     prompts = [random_prompt(length) for length in (5, 33, 100)]
-    ranks = {"cache_layout": cache_layout, "tp_size": tp_size, "pp_size": pp_size}
-    with running_engine(max_batch_tokens=24, **ranks) as engine:
+    with running_engine(
+        max_batch_tokens=24, cache_layout=cache_layout, tp_size=tp_size, pp_size=pp_size
+    ) as engine:
         assert generate(engine, prompts, max_tokens=NUM_TOKENS) == [
             list(reference(LLAMA, prompt, NUM_TOKENS)) for prompt in prompts
         ]

@@ -36,6 +36,7 @@ from kvcourier.router.events import (
     ReplyError,
     StartDecode,
     StartPrefill,
+    StreamEnding,
     TimeUp,
 )
 from kvcourier.router.legs import HANDOFF_KEYS, Call
@@ -103,10 +104,20 @@ def test_push_starts_both_at_once() -> None:
 def test_a_stream_from_begin_to_end(mode: TransferMode) -> None:
     begun = [handed(), DecodeStreaming()]
     assert run(mode, *begun) == [Relay()]
-    assert run(mode, *begun, DecodeEnded(complete=True)) == [EndStream(), Finish(CallOutcome.OK)]
-    torn = run(mode, *begun, DecodeEnded(complete=False))
+    assert run(mode, *begun, DecodeEnded(StreamEnding.DONE)) == [
+        EndStream(),
+        Finish(CallOutcome.OK),
+    ]
+    torn = run(mode, *begun, DecodeEnded(StreamEnding.TORN))
     assert any(isinstance(action, BreakStream) for action in torn)
     assert outcome(torn) is CallOutcome.BROKEN_STREAM
+
+
+def test_an_error_that_d_tells_is_not_told_twice() -> None:
+    actions = run(PUSH, DecodeStreaming(), DecodeEnded(StreamEnding.ERROR_TOLD))
+    assert EndStream() in actions
+    assert not any(isinstance(action, BreakStream) for action in actions)
+    assert outcome(actions) is CallOutcome.BROKEN_STREAM
 
 
 def test_a_whole_answer_leaves_p_to_finish() -> None:
@@ -197,8 +208,9 @@ DECODE_RESULTS: st.SearchStrategy[list[Event]] = st.sampled_from(
         [WHOLE],
         [DecodeAnswered(refused(400))],
         [LOST_D],
-        [DecodeStreaming(), DecodeEnded(complete=True)],
-        [DecodeStreaming(), DecodeEnded(complete=False)],
+        [DecodeStreaming(), DecodeEnded(StreamEnding.DONE)],
+        [DecodeStreaming(), DecodeEnded(StreamEnding.TORN)],
+        [DecodeStreaming(), DecodeEnded(StreamEnding.ERROR_TOLD)],
         [DecodeStreaming(), LOST_D],
     ]
 )

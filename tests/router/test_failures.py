@@ -423,9 +423,10 @@ async def test_d_ends_in_the_middle_of_the_stream(mode: str, torn: bool, orderly
         await serves_again(here, mode)
 
 
-async def test_an_error_that_d_tells_in_its_stream_is_not_doubled() -> None:
+@pytest.mark.parametrize("after", [b"", DONE])
+async def test_an_error_that_d_tells_in_its_stream_is_not_doubled(after: bytes) -> None:
     async with world() as here, bounded():
-        told = event("a") + b'data: {"error": {"message": "KV lost"}}\n\n'
+        told = event("a") + b'data: {"error": {"message": "KV lost"}}\n\n' + after
 
         async def script(_leg: Received, connection: Connection) -> None:
             await connection.head()
@@ -434,11 +435,13 @@ async def test_an_error_that_d_tells_in_its_stream_is_not_doubled() -> None:
 
         here.decode[0].script = script
         assert (await here.post(prompt(stream=True))).content == told
+        assert here.calls("pull", "broken_stream") == 1
+        assert here.failures("decode", "error_told") == 1
 
 
 @both_modes
 async def test_total_time_ends_a_stream_with_an_error_event(mode: str) -> None:
-    async with world(timeouts=Timeouts(total_s=0.3)) as here, bounded():
+    async with world(timeouts=Timeouts(total_s=1.0)) as here, bounded():
 
         async def script(_leg: Received, connection: Connection) -> None:
             await connection.head()
@@ -459,6 +462,8 @@ async def test_total_time_ends_a_stream_with_an_error_event(mode: str) -> None:
 async def test_a_retry_goes_elsewhere_under_a_new_transfer_id(mode: str, leg: str) -> None:
     async with world(2, 2, retries=1) as here, bounded():
         failing = {"prefill": here.prefill, "decode": here.decode}[leg]
+        if mode == "push":
+            here.decode[0].script = hold  # or it would be done before P's end is seen
         failing[0].script = die
         answer = await here.post(prompt(stream=True), mode, x_request_id="same")
         assert answer.status_code == 200
@@ -524,7 +529,7 @@ async def test_a_restarted_instance_is_asked_again() -> None:
 
 @pytest.mark.parametrize("change", ["incarnation", "engine_id"])
 async def test_another_incarnation_in_an_answer_makes_the_router_ask(change: str) -> None:
-    async with world() as here, bounded():
+    async with world(timeouts=Timeouts(refresh_s=1000)) as here, bounded():
         prefill = here.prefill[0]
         assert (await here.post(mode="push")).status_code == 200
         # The same address, but the process behind it has changed, unseen by the router.
@@ -536,12 +541,14 @@ async def test_another_incarnation_in_an_answer_makes_the_router_ask(change: str
             assert refused.status_code == 502
             assert refused.json()["error"]["code"] == "stale_coordinates"
             here.decode[0].script = here.decode[0].serve
-        else:
+        known = None
+        while known != "life-2":
             assert (await here.post(mode="push")).status_code == 200
+            await asyncio.gather(*here.services.background)
+            (told,) = (await here.client.get("/kvcourier/instances")).json()["prefill"]
+            known = told["incarnation"]
         assert (await here.post(mode="push")).status_code == 200
         assert here.decode[0].legs[-1].params["remote_engine_id"] == prefill.engine_id
-        (known,) = (await here.client.get("/kvcourier/instances")).json()["prefill"]
-        assert known["incarnation"] == "life-2"
 
 
 async def test_an_instance_that_is_not_up_yet_is_learned_later() -> None:

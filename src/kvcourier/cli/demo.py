@@ -20,7 +20,7 @@ def demo(
     ] = "smollm2",
     num_tokens: Annotated[
         int, typer.Option(min=1, max=1024, help="Tokens to generate per prompt.")
-    ] = 32,
+    ] = 24,
     serve_flag: Annotated[
         list[str] | None,
         typer.Option(

@@ -54,13 +54,21 @@ class Deadlines(Generic[K]):
     def take_due(self, now: float) -> list[K]:
         """Remove and return every name due at `now`, earliest first."""
         due: list[K] = []
-        self._drop_stale()
-        while self._heap and self._heap[0][0] <= now:
-            name = heapq.heappop(self._heap)[2]
-            del self._at[name]
+        while (name := self.pop_due(now)) is not None:
             due.append(name)
-            self._drop_stale()
         return due
+
+    def pop_due(self, now: float) -> K | None:
+        """Remove and return the earliest name due at `now`; None if none is.
+
+        One at a time, for whoever acts on each: acting on one may cancel the next.
+        """
+        self._drop_stale()
+        if not self._heap or self._heap[0][0] > now:
+            return None
+        name = heapq.heappop(self._heap)[2]
+        del self._at[name]
+        return name
 
     def _drop_stale(self) -> None:
         while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:

@@ -100,12 +100,10 @@ class Endpoint:
         """
         self._space.now = now
         self._holder.expire_leases()
-        for kind, name in self._space.timers.take_due(now):
-            self._timer_handlers[kind](name)
+        self._act_on_due_timers()
         self._dispatch(event)
         # A beat asked for by this event goes out with it: the proof of a READ starts here.
-        for kind, name in self._space.timers.take_due(now):
-            self._timer_handlers[kind](name)
+        self._act_on_due_timers()
         return self._space.take_commands()
 
     def next_deadline(self) -> float | None:
@@ -170,6 +168,12 @@ class Endpoint:
         }
 
     # Dispatch.
+
+    def _act_on_due_timers(self) -> None:
+        timers = self._space.timers
+        while (timer := timers.pop_due(self._space.now)) is not None:
+            kind, name = timer
+            self._timer_handlers[kind](name)
 
     def _dispatch(self, event: Event) -> None:
         match event:

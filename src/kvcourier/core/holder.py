@@ -7,6 +7,7 @@ does (`wanter`).
 Blocks go back in exactly one place, `_release`, and only when nothing of the hold is in flight.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -56,6 +57,7 @@ class Holder:
         self._rendezvous: Rendezvous[DeliveryKey] = Rendezvous()
         self._leases = LeaseTable()
         self._ended = EndedHolds(_MAX_REMEMBERED)
+        self._cancelled: OrderedDict[DeliveryKey, None] = OrderedDict()
         self.on_timer: Mapping[TimerKind, Callable[[Any], None]] = {
             TimerKind.REGISTRATION: self._on_registration_expired,
             TimerKind.DELIVERY: self._on_delivery_overdue,
@@ -136,6 +138,10 @@ class Holder:
             self._deliveries.repeat_answer(known)
             return
         problem = _problem(message)
+        if registration.key in self._cancelled:
+            # The two come by different ways, so a cancel can overtake what it cancels; its
+            # blocks are somebody else's by now.
+            problem = "the registration was cancelled before it came"
         if problem:
             self._deliveries.refuse(registration, problem)
             return
@@ -150,6 +156,7 @@ class Holder:
         peer = message.sender.peer()
         key = (peer, RequestId(message.request_id))
         self._drop_waiting(key)
+        self._remember_cancelled(key)
         delivery = self._by_delivery.get(key)
         if delivery is not None:
             self._deliveries.end(delivery)
@@ -313,6 +320,11 @@ class Holder:
     def _acknowledge_waiting(self, registration: Registration, peer: Peer) -> None:
         if peer.state is PeerState.CONNECTED and registration.peer.incarnation == peer.incarnation:
             self._deliveries.acknowledge(registration)
+
+    def _remember_cancelled(self, key: DeliveryKey) -> None:
+        self._cancelled[key] = None
+        if len(self._cancelled) > _MAX_REMEMBERED:
+            self._cancelled.popitem(last=False)
 
     def _drop_waiting(self, key: DeliveryKey) -> None:
         registration = self._waiting.pop(key, None)

@@ -24,7 +24,8 @@ class LeaseTable:
     def grant(self, request_id: RequestId, now: float, duration_s: float) -> None:
         """Start a lease, or extend the one that runs."""
         running = self._deadlines.at(request_id)
-        self._deadlines.set(request_id, max(running or 0.0, now + duration_s))
+        until = now + duration_s
+        self._deadlines.set(request_id, until if running is None else max(running, until))
 
     def renew(self, request_id: RequestId, now: float, duration_s: float) -> bool:
         """Extend a running lease; False if there is none."""

@@ -4,6 +4,7 @@ Decides what is stored and what follows from it alone: what is covered, quiet, a
 proven. Refuses to know messages and when anything is sent.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from kvcourier.core.coverage import Coverage
@@ -39,7 +40,7 @@ class Link:
     coverage: list[Coverage] = field(default_factory=list)
     may_write: bool = False
     acknowledged: bool = False
-    proven_until: float = 0.0
+    proven_until: float = -math.inf
 
     @property
     def covered(self) -> bool:

@@ -35,7 +35,7 @@ _SKIPPER = (
 
 PROMPTS = (
     "The three primary colours are",
-    "Write one sentence about a river in spring. The river",
+    "In the spring, when the snow melts in the mountains, the river",
     (
         "A good recipe for pancakes needs flour, milk, eggs and a pinch of salt. Mix the flour "
         "with half of the milk until there are no lumps left, then add the eggs and"

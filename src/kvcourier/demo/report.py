@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 
@@ -46,11 +47,11 @@ class _Column:
 
 
 _COLUMNS = (
-    _Column("ttft_ms", "TTFT ms", lambda sample: sample.ttft_s * 1e3, 1),
-    _Column("after_prefill_ms", "after prefill ms", lambda sample: sample.after_prefill_s * 1e3, 1),
-    _Column("tpot_ms", "TPOT ms", lambda sample: sample.tpot_s * 1e3, 1),
-    _Column("bytes", "bytes moved", lambda sample: sample.num_bytes, 0),
-    _Column("pieces", "pieces posted", lambda sample: sample.num_pieces, 0),
+    _Column("ttft_ms", "TTFT", lambda sample: sample.ttft_s * 1e3, 1),
+    _Column("after_prefill_ms", "after prefill", lambda sample: sample.after_prefill_s * 1e3, 1),
+    _Column("tpot_ms", "TPOT", lambda sample: sample.tpot_s * 1e3, 1),
+    _Column("bytes", "bytes", lambda sample: sample.num_bytes, 0),
+    _Column("pieces", "pieces", lambda sample: sample.num_pieces, 0),
 )
 
 
@@ -97,7 +98,7 @@ class Report:
 
     def table(self) -> Table:
         """The same for people."""
-        table = Table(title="medians per request", title_justify="left")
+        table = Table(title="medians per request, times in ms", title_justify="left", box=SIMPLE)
         table.add_column("mode")
         for column in _COLUMNS:
             table.add_column(column.title, justify="right")

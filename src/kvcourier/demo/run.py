@@ -7,7 +7,7 @@ is moved: it speaks HTTP to the instances and the router, as any client would.
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +15,11 @@ import httpx
 from rich.console import Console
 
 from kvcourier.config import TransferMode
-from kvcourier.demo.client import Answer, RequestFailed, complete
 from kvcourier.demo.processes import Child, Children
 from kvcourier.demo.prompts import PROMPTS, WARM_UP
 from kvcourier.demo.report import ModeResult, Report, Sample
 from kvcourier.demo.traffic import StoryMissing, read_traffic
+from kvcourier.probe.client import Answer, RequestFailed, complete
 
 PROGRAM = (sys.executable, "-m", "kvcourier")
 """What the children run, before their own arguments."""
@@ -28,6 +28,9 @@ PROGRAM = (sys.executable, "-m", "kvcourier")
 # of additions in a matrix product, so the tokens, must not depend on the number of cores.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _REQUEST_TIMEOUT_S = 60.0
+_WARM_UP_TOKENS = 4
+MODE_HEADER = "X-KV-Mode"
+TRANSFER_ID_HEADER = "X-KV-Transfer-Id"
 _MODES = (TransferMode.PULL, TransferMode.PUSH)
 
 
@@ -56,16 +59,21 @@ def run_demo(settings: DemoSettings, console: Console) -> Report:
         RequestFailed: the single instance, which nothing is compared with, did not answer.
     """
     log_dir = Path(tempfile.mkdtemp(prefix="kvcourier-demo-"))
-    report = Report({})
+    keep_logs = True
     try:
         with Children(log_dir) as children:
             report = _Demo(settings, console, children).run()
+        keep_logs = not report.succeeded
+        return report
+    except KeyboardInterrupt:
+        console.print()  # ends the line of text that was streaming
+        keep_logs = False
+        raise
     finally:
-        if report.succeeded:
-            shutil.rmtree(log_dir, ignore_errors=True)
-        else:
+        if keep_logs:
             console.print(f"The logs of all processes are in {log_dir}", style="yellow")
-    return report
+        else:
+            shutil.rmtree(log_dir, ignore_errors=True)
 
 
 class _Demo:
@@ -82,7 +90,10 @@ class _Demo:
         with httpx.Client(timeout=_REQUEST_TIMEOUT_S, trust_env=False) as client:
             single_url = self._children.wait_ready(single)
             self._say(f"What the single instance generates for {len(PROMPTS)} prompts ...")
-            expected = [self._ask(client, single_url, prompt) for prompt in PROMPTS]
+            expected: list[Answer] = []
+            for prompt in PROMPTS:
+                expected.append(self._ask(client, single_url, prompt, self._settings.num_tokens))
+                self._children.check()
             self._children.stop(single)
 
             prefill_url = self._children.wait_ready(prefill)
@@ -119,8 +130,11 @@ class _Demo:
         """Ask one prompt in one mode and add what was seen to `result`."""
         router_url, prefill_url, decode_url = urls
         try:
-            answer = self._ask(client, router_url, PROMPTS[index], mode)
-            traffic = read_traffic(client, prefill_url, decode_url, answer.transfer_id)
+            answer = self._ask(
+                client, router_url, PROMPTS[index], self._settings.num_tokens, mode, self._show
+            )
+            transfer_id = answer.headers.get(TRANSFER_ID_HEADER, "")
+            traffic = read_traffic(client, prefill_url, decode_url, transfer_id)
         except (RequestFailed, StoryMissing) as error:
             self._console.print(f" {error}", style="red", markup=False, highlight=False)
             result.failures.append(f"prompt {index + 1}: {error}")
@@ -145,27 +159,36 @@ class _Demo:
         self, client: httpx.Client, router_url: str, mode: TransferMode, result: ModeResult
     ) -> None:
         try:
-            complete(client, router_url, self._settings.model, WARM_UP, 4, mode=mode.value)
+            self._ask(client, router_url, WARM_UP, _WARM_UP_TOKENS, mode)
         except RequestFailed as error:
             self._children.check()
             result.failures.append(f"warm-up: {error}")
 
     def _ask(
-        self, client: httpx.Client, url: str, prompt: str, mode: TransferMode | None = None
+        self,
+        client: httpx.Client,
+        url: str,
+        prompt: str,
+        num_tokens: int,
+        mode: TransferMode | None = None,
+        on_text: Callable[[str], None] = lambda text: None,
     ) -> Answer:
-        def show(text: str) -> None:
-            if mode is not None:
-                self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        body = {
+            "model": self._settings.model,
+            "prompt": prompt,
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        headers = {MODE_HEADER: mode.value} if mode else {}
+        answer = complete(client, url, body, headers=headers, on_text=on_text)
+        if len(answer.token_ids) != num_tokens:
+            raise RequestFailed(f"expected {num_tokens} tokens, found {len(answer.token_ids)}")
+        return answer
 
-        return complete(
-            client,
-            url,
-            self._settings.model,
-            prompt,
-            self._settings.num_tokens,
-            mode=mode.value if mode else None,
-            on_text=show,
-        )
+    def _show(self, text: str) -> None:
+        self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
 
     def _start_instance(self, name: str, part: str) -> Child:
         # Without prefix caching both modes compute and move every prompt whole, so that the same

@@ -196,7 +196,8 @@ def paged_attention(
         rows = slice(group.first, group.first + group.count)
         keys, values = cache.read(layer, group.block_table)
         # One new token: the query heads that share a KV head become rows of one small matrix.
-        packed = query[0, :, rows].transpose(0, 1).unflatten(1, (key.shape[1], -1))
+        packed = query[0, :, rows].transpose(0, 1)
+        packed = packed.reshape(group.count, key.shape[1], -1, packed.shape[-1])
         attended = functional.scaled_dot_product_attention(
             packed,
             keys[:, :, : group.longest],

@@ -137,7 +137,7 @@ class KVCache:
             if share.heads.start != next_head:
                 continue  # a replica of heads already read
             part = share.tensor[plane].index_select(0, flat)
-            part = part.unflatten(0, (num_sequences, num_blocks))
+            part = part.view(num_sequences, num_blocks, *part.shape[1:])
             # Both orders end as [sequences, heads, blocks, tokens, lanes].
             part = part.permute((0, 3, 1, 2, 4) if self._is_nhd else (0, 2, 1, 3, 4))
             parts.append(part.flatten(2, 3))

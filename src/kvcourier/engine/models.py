@@ -180,8 +180,11 @@ def _read_from_disk(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     try:
         with reading:
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+            if hasattr(transformers, "GgufConfig") and is_gguf:
+                # Packed weights need a kernel that transformers would download.
+                options["quantization_config"] = transformers.GgufConfig(dequantize=True)
             module = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, **options
+                folder, dtype=dtype, attn_implementation="eager", **options
             )
     except (ValueError, OSError, KeyError, ImportError) as error:
         raise ConfigError(

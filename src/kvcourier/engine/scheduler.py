@@ -193,12 +193,15 @@ class Scheduler:
         self._make_room()
         budget = self._max_batch_tokens
         batch: list[Work] = []
-        for sequence in sorted(self.running, key=lambda s: (s.num_missing > 1, s.arrival)):
+        by_age = sorted(self.running, key=lambda s: s.arrival)
+        # Prefills may use a budget up, so whoever needs a single token goes first.
+        for sequence in (s for s in by_age if s.num_missing == 1):
             budget -= self._plan(sequence, budget, batch)
-        while budget > 0 and len(self.running) < self._max_num_seqs:
-            admitted = self._admit_next()
-            if admitted is None:
-                break
+        while self.ready and self._has_place(budget):
+            budget -= self._plan(self._run(self.ready.popleft()), budget, batch)
+        for sequence in (s for s in by_age if s.num_missing > 1):
+            budget -= self._plan(sequence, budget, batch)
+        while self._has_place(budget) and (admitted := self._admit_waiting()) is not None:
             budget -= self._plan(admitted, budget, batch)
         return batch
 
@@ -236,26 +239,30 @@ class Scheduler:
             batch.append(Work(sequence, sequence.num_computed, count))
         return count
 
-    def _admit_next(self) -> Sequence | None:
-        if self.ready:
-            sequence = self.ready.popleft()
-        else:
-            if not self.waiting:
-                return None
-            sequence = self.waiting[0]
-            if self.wanting and self.wanting[0].arrival < sequence.arrival:
-                return None  # an older one is short of blocks: do not take them away from it
-            shared = self._match(sequence)
-            num_new = self._num_blocks(len(sequence.tokens)) - len(shared)
-            blocks = self.pool.allocate(shared, num_new)
-            if blocks is None:
-                return None
-            self.waiting.pop(0)
-            self._start_with(sequence, shared)
-            sequence.blocks = blocks
+    def _has_place(self, budget: int) -> bool:
+        return budget > 0 and len(self.running) < self._max_num_seqs
+
+    def _run(self, sequence: Sequence) -> Sequence:
         sequence.phase = Phase.RUNNING
         self.running.append(sequence)
         return sequence
+
+    def _admit_waiting(self) -> Sequence | None:
+        """Give the first local sequence all the blocks its tokens need, if they are free."""
+        if not self.waiting:
+            return None
+        sequence = self.waiting[0]
+        if self.wanting and self.wanting[0].arrival < sequence.arrival:
+            return None  # an older one is short of blocks: do not take them away from it
+        shared = self._match(sequence)
+        num_new = self._num_blocks(len(sequence.tokens)) - len(shared)
+        blocks = self.pool.allocate(shared, num_new)
+        if blocks is None:
+            return None
+        self.waiting.pop(0)
+        self._start_with(sequence, shared)
+        sequence.blocks = blocks
+        return self._run(sequence)
 
     def _make_room(self) -> None:
         """Give each running sequence the block its newest token needs, oldest first."""

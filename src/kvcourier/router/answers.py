@@ -10,27 +10,19 @@ import msgspec
 from starlette.types import Send
 
 from kvcourier.openai import ErrorBody, ErrorDetail
+from kvcourier.router.events import StreamEnding
 
 JSON_TYPE = "application/json"
 _TAIL_BYTES = 4096
 
 Headers = Iterable[tuple[str, str]]
 
-_ERROR_TYPES = {
-    400: "invalid_request_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
 
 def error_content(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> bytes:
     """An OpenAI error object for this HTTP status."""
-    kind = _ERROR_TYPES.get(status, "upstream_error")
+    kind = "invalid_request_error" if status < 500 else "server_error"
     return msgspec.json.encode(ErrorBody(ErrorDetail(message, kind, param, code)))
 
 
@@ -77,11 +69,16 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     @property
-    def complete(self) -> bool:
-        """Whether the last event is `[DONE]`, or an error that D itself has told."""
-        events = self._tail.replace(b"\r\n", b"\n").strip().rsplit(b"\n\n", 1)
-        payload = events[-1].removeprefix(b"data:").strip()
-        return payload == b"[DONE]" or payload.startswith(b'{"error"')
+    def ending(self) -> StreamEnding:
+        """What the last events say about how the stream ended."""
+        events = self._tail.replace(b"\r\n", b"\n").strip().split(b"\n\n")
+        payloads = [event.removeprefix(b"data:").strip() for event in events[-2:]]
+        done = payloads[-1] == b"[DONE]"
+        # Some servers send [DONE] after an error too.
+        said = payloads[:-1] if done else payloads[-1:]
+        if said and said[-1].startswith(b'{"error"'):
+            return StreamEnding.ERROR_TOLD
+        return StreamEnding.DONE if done else StreamEnding.TORN
 
     async def end(self) -> None:
         """End the stream in good order."""

@@ -38,6 +38,7 @@ from kvcourier.router.events import (
     ReplyError,
     StartDecode,
     StartPrefill,
+    StreamEnding,
     TimeUp,
 )
 from kvcourier.router.legs import HANDOFF_KEYS, Call, Params, pull_params, push_params, read_handoff
@@ -138,11 +139,19 @@ class Dispatch:
         return [Relay()]
 
     def _end_stream(self, event: DecodeEnded) -> list[Action]:
-        if not event.complete:
+        if event.ending is StreamEnding.TORN:
             reason = "ended the stream without [DONE]"
             return self._break(LegLost(LegName.DECODE, FailureKind.INCOMPLETE, reason))
         self.phase = Phase.ENDED
-        return [EndStream(), Finish(CallOutcome.OK)]
+        if event.ending is StreamEnding.DONE:
+            return [EndStream(), Finish(CallOutcome.OK)]
+        reason = "ended the stream with an error"
+        return [
+            *_CANCEL_BOTH,
+            Note(LegName.DECODE, FailureKind.ERROR_TOLD, reason),
+            EndStream(),
+            Finish(CallOutcome.BROKEN_STREAM),
+        ]
 
     def _lost_while_streaming(self, event: LegLost) -> list[Action]:
         # D has every byte it needs once it streams: P's end is only worth a note.

@@ -31,6 +31,7 @@ class FailureKind(enum.StrEnum):
     WRONG_MODE = "wrong_mode"
     STALE_COORDINATES = "stale_coordinates"
     INCOMPLETE = "incomplete"
+    ERROR_TOLD = "error_told"
 
 
 STATUS_OF: Mapping[FailureKind, int] = {
@@ -44,6 +45,7 @@ STATUS_OF: Mapping[FailureKind, int] = {
     FailureKind.WRONG_MODE: 502,
     FailureKind.STALE_COORDINATES: 502,
     FailureKind.INCOMPLETE: 502,
+    FailureKind.ERROR_TOLD: 502,
 }
 """The client's status for each failure that is not an instance's own answer."""
 
@@ -59,6 +61,14 @@ class CallOutcome(enum.StrEnum):
     FAILED = "failed"
     BROKEN_STREAM = "broken_stream"
     CLIENT_LEFT = "client_left"
+
+
+class StreamEnding(enum.Enum):
+    """What the last event of a relayed stream says."""
+
+    DONE = enum.auto()
+    ERROR_TOLD = enum.auto()
+    TORN = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +109,9 @@ class DecodeStreaming:
 
 @dataclass(frozen=True, slots=True)
 class DecodeEnded:
-    """D's stream ended in good order; `complete` if its last event says so."""
+    """D's stream ended without a failure of the connection."""
 
-    complete: bool
+    ending: StreamEnding
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class Upstream:
                 while chunk:
                     await _to_client(stream.write(chunk))
                     chunk = await anext(chunks, b"")
-                post(DecodeEnded(stream.complete))
+                post(DecodeEnded(stream.ending))
         except _ClientGone:
             post(ClientLeft())
         except Exception as error:

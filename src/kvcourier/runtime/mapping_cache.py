@@ -13,6 +13,7 @@ from kvcourier.core.events import BlockGroups
 from kvcourier.layout import (
     BlockRun,
     BoundPieces,
+    Int64Array,
     MappingPlan,
     RankCache,
     Route,

@@ -6,16 +6,13 @@ how many, are behind the address.
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from kvcourier.errors import KVCourierError
-
-TRANSFER_ID_HEADER = "X-KV-Transfer-Id"
-MODE_HEADER = "X-KV-Mode"
 
 
 class RequestFailed(KVCourierError):
@@ -27,89 +24,93 @@ class Answer:
     """What came back for one prompt.
 
     Attributes:
+        token_ids: where the server tells them (`return_token_ids`), else empty.
         first_token_unix_s: wall clock when the first token was read.
         ttft_s: from sending the request until then.
-        tpot_s: mean time per token after the first.
-        transfer_id: the router's name for the transfer; empty where none is involved.
+        total_s: from sending the request until the last token was read.
+        num_prompt_tokens: the server's count, where the stream has one (`stream_options`).
+        headers: of the response.
     """
 
     token_ids: tuple[int, ...]
     text: str
     first_token_unix_s: float
     ttft_s: float
-    tpot_s: float
-    transfer_id: str
+    total_s: float
+    num_prompt_tokens: int | None
+    headers: Mapping[str, str]
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time per token after the first; 0 for a single token."""
+        return (self.total_s - self.ttft_s) / max(1, len(self.token_ids) - 1)
 
 
 def complete(
     client: httpx.Client,
     url: str,
-    model: str,
-    prompt: str,
-    max_tokens: int,
+    body: Mapping[str, Any],
     *,
-    mode: str | None = None,
+    headers: Mapping[str, str] | None = None,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> Answer:
-    """Have a prompt continued greedily; blocks until the stream has ended.
+    """Have a prompt continued; blocks until the stream has ended.
 
     Args:
-        url: address of an instance or of the router.
-        mode: transfer mode to ask the router for.
+        url: address of the server, without a path.
+        body: of POST /v1/completions; `stream` is added.
         on_text: called with each new piece of text.
 
     Raises:
         RequestFailed: refused, broken off, or without a token.
     """
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-    }
     tokens: list[int] = []
     text: list[str] = []
-    first_unix_s = first_s = last_s = 0.0
+    num_prompt_tokens: int | None = None
+    first_s = first_unix_s = last_s = 0.0
     start_s = time.perf_counter()
-    headers = {MODE_HEADER: mode} if mode else {}
     try:
-        with client.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as response:
+        with client.stream(
+            "POST", f"{url}/v1/completions", json={**body, "stream": True}, headers=headers
+        ) as response:
             if response.status_code != 200:
                 response.read()
                 raise RequestFailed(f"HTTP {response.status_code}: {_message(response.text)}")
-            for choice in _choices(response):
-                new = choice.get("token_ids") or []
-                if new:
+            for event in _events(response):
+                if usage := event.get("usage"):
+                    num_prompt_tokens = usage.get("prompt_tokens")
+                for choice in event.get("choices", ()):
+                    token_ids, piece = choice.get("token_ids") or (), choice.get("text")
+                    # A token may have no text yet, and not every server tells token ids.
+                    if not token_ids and not piece:
+                        continue
                     last_s = time.perf_counter()
-                    if not tokens:
+                    if not first_s:
                         first_s, first_unix_s = last_s, time.time()
-                    tokens += new
-                if piece := choice.get("text"):
-                    text.append(piece)
-                    on_text(piece)
-            transfer_id = response.headers.get(TRANSFER_ID_HEADER, "")
+                    tokens += token_ids
+                    if piece:
+                        text.append(piece)
+                        on_text(piece)
     except httpx.HTTPError as error:
         raise RequestFailed(f"{type(error).__name__}: {error}") from error
-    if len(tokens) != max_tokens:
-        raise RequestFailed(f"expected {max_tokens} tokens, found {len(tokens)}")
+    if not first_s:
+        raise RequestFailed("the stream ended without a token")
     return Answer(
         token_ids=tuple(tokens),
         text="".join(text),
         first_token_unix_s=first_unix_s,
         ttft_s=first_s - start_s,
-        tpot_s=(last_s - first_s) / max(1, len(tokens) - 1),
-        transfer_id=transfer_id,
+        total_s=last_s - start_s,
+        num_prompt_tokens=num_prompt_tokens,
+        headers=response.headers,
     )
 
 
-def _choices(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The choices in a stream of server-sent events.
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The events of a stream.
 
     Raises:
-        RequestFailed: an event carries an error, or the stream ends without `[DONE]`.
+        RequestFailed: an event carries an error or no JSON object, or `[DONE]` does not come.
     """
     for line in response.iter_lines():
         if not line.startswith("data:"):
@@ -119,11 +120,13 @@ def _choices(response: httpx.Response) -> Iterator[dict[str, Any]]:
             return
         try:
             event = json.loads(data)
-        except ValueError as error:
-            raise RequestFailed(f"an event of the stream is not JSON: {data[:80]!r}") from error
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            raise RequestFailed(f"an event of the stream is no JSON object: {data[:80]!r}")
         if "error" in event:
             raise RequestFailed(_message(data))
-        yield from event.get("choices", ())
+        yield event
     raise RequestFailed("the stream ended before [DONE]")
 
 

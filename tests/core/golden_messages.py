@@ -1,0 +1,123 @@
+"""One example of every message, whose bytes are kept for every protocol version.
+
+    python tests/core/golden_messages.py
+
+writes the bytes of the present `PROTOCOL_VERSION`. It refuses to touch those of a version that
+has some: bytes that peers in the field send and expect cannot be changed, only versioned.
+"""
+
+from pathlib import Path
+
+from kvcourier.config import TransferMode
+from kvcourier.core import handshake
+from kvcourier.core.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Cancel,
+    Collected,
+    Fail,
+    Fenced,
+    HoldName,
+    Landed,
+    Register,
+    Registered,
+    Renew,
+    Renewed,
+    RenewItem,
+    SenderFields,
+    encode,
+)
+from kvcourier.ids import EngineId
+from kvcourier.layout import CacheKind, CacheLayout, MemoryKind
+
+GOLDEN = Path(__file__).parent / "golden"
+
+PREFILL = SenderFields("prefill-0", "life-p", (0, 1))
+DECODE = SenderFields("decode-0", "life-d", (1, 0))
+NAME = HoldName("transfer-7", 1, "cmpl-7", "life-p:42")
+
+MESSAGES: dict[str, AnyMessage] = {
+    "register": Register(
+        sender=DECODE,
+        name=NAME,
+        request_id="cmpl-7-0123abcd",
+        decode_host="10.0.0.2",
+        decode_port=5601,
+        decode_tp_size=1,
+        decode_pp_size=2,
+        local_block_ids=[[7, 0, 300, 70000]],
+        first_token=16,
+        num_tokens=49,
+        consumers=[(0, 0), (1, 0)],
+        epoch=2,
+    ),
+    "registered": Registered(PREFILL, "cmpl-7-0123abcd", 2),
+    "landed": Landed(PREFILL, "cmpl-7-0123abcd", 16, 49, route=1, epoch=2, layers=[0, 5]),
+    "fail": Fail(PREFILL, "cmpl-7-0123abcd", "the write failed", held=True, quiet=False, epoch=2),
+    "cancel": Cancel(DECODE, NAME, "cmpl-7-0123abcd", [(0, 0), (1, 0)], 2),
+    "fenced": Fenced(PREFILL, "cmpl-7-0123abcd", 2),
+    "collected": Collected(DECODE, NAME, "cmpl-7-0123abcd", True, [(1, 0)]),
+    "renew": Renew(DECODE, 9, [RenewItem(NAME, "cmpl-7-0123abcd"), RenewItem(HoldName(), "r")]),
+    "renewed": Renewed(PREFILL, 9, 30.0, ["a"], ["b"], ["c", "d"]),
+}
+
+FACTS = handshake.Facts("SmolLM2-135M", CacheKind.KEY_VALUE, 2, 3, 64, "bfloat16", 2)
+OFFER = handshake.Offer(
+    engine_id="prefill-0",
+    incarnation="life-p",
+    modes=[TransferMode.PULL, TransferMode.PUSH],
+    facts=FACTS,
+    tp_size=1,
+    pp_size=1,
+    ranks=[
+        handshake.RankOffer(
+            rank=(0, 0),
+            agent_name="prefill-0:life-p:pp0tp0",
+            agent_metadata=b"\x00\x01opaque",
+            side_channel_port=40000,
+            cache=handshake.GeometryOffer(
+                layers=[0, 1],
+                head_start=0,
+                head_stop=3,
+                block_size=16,
+                num_blocks=8,
+                cache_layout=CacheLayout.NHD,
+                placement_region=[0, 0, 1, 1],
+                placement_offset=[0, 49152, 0, 49152],
+                placement_stride=[6144, 6144, 6144, 6144],
+                regions=[(1 << 40, 98304, MemoryKind.DRAM, 0), (1 << 41, 98304, MemoryKind.DRAM, 0)],
+            ),
+        )
+    ],
+)
+REQUEST = handshake.request(EngineId("prefill-0"), TransferMode.PUSH, FACTS)
+WRONG_REQUEST = handshake.request(EngineId("prefill-1"), TransferMode.PUSH, FACTS)
+
+
+def payloads() -> dict[str, bytes]:
+    """The bytes of every example as this version writes them, by name."""
+    return {name: encode(message) for name, message in MESSAGES.items()} | {
+        "handshake_request": REQUEST,
+        "handshake_accepted": handshake.answer(REQUEST, OFFER),
+        "handshake_refused": handshake.answer(WRONG_REQUEST, OFFER),
+    }
+
+
+def folder(version: int) -> Path:
+    """Where a version's bytes are kept."""
+    return GOLDEN / f"v{version}"
+
+
+def main() -> None:
+    """Write the bytes of a new version."""
+    target = folder(PROTOCOL_VERSION)
+    if any(target.glob("*.bin")):
+        raise SystemExit(f"{target} is complete and stays as it is: raise PROTOCOL_VERSION first")
+    target.mkdir(parents=True, exist_ok=True)
+    for name, payload in payloads().items():
+        (target / f"{name}.bin").write_bytes(payload)
+    print(f"wrote {len(payloads())} files to {target}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Transfers between two cores in memory: examples, one behaviour each."""
+
+import pytest
+from pair import Pair
+
+from kvcourier.config import Timing, TransferMode
+from kvcourier.core.outcomes import Outcome
+
+RECEIVED = {Outcome.RECEIVED, Outcome.RELEASED}
+SENT = {Outcome.SENT, Outcome.RELEASED}
+SHAPES = [
+    ({}, {}),
+    ({"tp_size": 4}, {"tp_size": 2}),
+    ({"tp_size": 1}, {"tp_size": 2}),
+    ({"pp_size": 2}, {}),
+    ({"block_size": 8, "num_blocks": 16}, {"block_size": 16}),
+    ({"tp_size": 4, "num_kv_heads": 2}, {"num_kv_heads": 2}),
+    ({"num_kv_heads": 1, "tp_size": 2}, {"num_kv_heads": 1, "tp_size": 4}),
+]
+
+
+def push(pair: Pair, num_tokens: int = 40, start: int = 0) -> None:
+    pair.hold("p1", "t1")
+    pair.want_push("d1", "t1")
+    assert pair.reserve("d1", "hello", start, num_tokens)
+    pair.deliver_all()
+    pair.finish("p1", "hello", num_tokens)
+
+
+def pull(pair: Pair, num_tokens: int = 40, start: int = 0) -> None:
+    pair.hold("p1")
+    blocks = pair.finish("p1", "hello", num_tokens)
+    pair.want_pull("d1", "p1", blocks)
+    assert pair.reserve("d1", "hello", start, num_tokens)
+
+
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@pytest.mark.parametrize("transfer", [push, pull])
+def test_without_faults_everything_completes(transfer, shapes):
+    pair = Pair(*shapes)
+    transfer(pair)
+    pair.deliver_all()
+    assert pair.decode.outcomes("d1") == RECEIVED
+    assert pair.prefill.outcomes("p1") == SENT
+    assert len(pair.prefill.free) == next(iter(pair.prefill.geometries.values())).num_blocks
+    pair.settle()
+
+
+@pytest.mark.parametrize("cached_blocks", [0, 1, 2])
+@pytest.mark.parametrize("transfer", [push, pull])
+def test_a_partial_prefix_hit_moves_the_tail_only(transfer, cached_blocks):
+    pair = Pair()
+    transfer(pair, num_tokens=40, start=16 * cached_blocks)
+    pair.deliver_all()
+    assert pair.decode.outcomes("d1") == RECEIVED
+
+
+@pytest.mark.parametrize("first", ["registration", "prefill"])
+def test_registration_and_prompt_meet_in_either_order(first):
+    pair = Pair()
+    pair.want_push("d1", "t1")
+    assert pair.reserve("d1", "hello", 0, 20)
+    if first == "registration":
+        pair.deliver_all()
+        pair.hold("p1", "t1")
+        pair.finish("p1", "hello", 20)
+    else:
+        pair.hold("p1", "t1")
+        pair.finish("p1", "hello", 20)
+    pair.deliver_all()
+    assert pair.decode.outcomes("d1") == RECEIVED
+    assert pair.prefill.outcomes("p1") == SENT
+
+
+def test_push_without_transfer_ids_matches_by_stripped_request_id():
+    pair = Pair()
+    pair.hold("cmpl-7-0-0a1b2c3d")
+    pair.want_push("cmpl-7-0-ffffffff", None, "cmpl-7-0")
+    assert pair.reserve("cmpl-7-0-ffffffff", "hello", 0, 20)
+    pair.finish("cmpl-7-0-0a1b2c3d", "hello", 20)
+    pair.deliver_all()
+    assert pair.decode.outcomes("cmpl-7-0-ffffffff") == RECEIVED
+
+
+def test_a_lost_registration_is_sent_again():
+    pair = Pair()
+    pair.hold("p1", "t1")
+    pair.want_push("d1", "t1")
+    assert pair.reserve("d1", "hello", 0, 20)
+    pair.deliver_kind("handshake")
+    pair.drop(next(item for item in pair.items if item.kind == "notification"))
+    pair.finish("p1", "hello", 20)
+    pair.deliver_all()
+    assert not pair.decode.outcomes("d1")
+    pair.advance(1.0)
+    pair.deliver_all()
+    assert pair.decode.outcomes("d1") == RECEIVED
+
+
+def test_a_cancel_that_overtakes_its_registration_stops_it():
+    pair = Pair()
+    pair.want_push("d1", "t1")
+    assert pair.reserve("d1", "hello", 0, 20)
+    pair.deliver_kind("handshake")
+    pair.abort(pair.decode, "d1")
+    pair.deliver_kind("message")
+    pair.deliver_kind("message")
+    assert pair.decode.outcomes("d1") == {Outcome.RELEASED}
+    pair.hold("p1", "t1")
+    pair.deliver_all()
+    pair.finish("p1", "hello", 20)
+    pair.settle()
+    assert "write" not in {item.kind for item in pair.items}
+    assert Outcome.RECEIVED not in pair.decode.outcomes("d1")
+
+
+def test_aborted_while_written_stays_quarantined_until_the_write_has_ended():
+    pair = Pair()
+    push(pair)
+    write = next(item for item in pair.items if item.kind == "write")
+    pair.abort(pair.decode, "d1")
+    pair.deliver_kind("message")
+    assert not pair.decode.outcomes("d1")
+    assert not pair.prefill.is_over("p1")
+    pair.deliver(write)
+    pair.deliver_all()
+    assert pair.decode.outcomes("d1") == {Outcome.RELEASED}
+    assert pair.prefill.outcomes("p1") == {Outcome.SEND_FAILED, Outcome.RELEASED}
+
+
+def test_a_cancel_frees_the_holder_as_soon_as_the_prompt_is_done():
+    pair = Pair()
+    pair.hold("p1", "t1")
+    pair.want_push("d1", "t1")
+    assert pair.reserve("d1", "hello", 0, 20)
+    pair.deliver_all()
+    pair.abort(pair.decode, "d1")
+    pair.deliver_all()
+    assert pair.decode.outcomes("d1") == {Outcome.RELEASED}
+    pair.finish("p1", "hello", 20)
+    assert Outcome.RELEASED in pair.prefill.outcomes("p1")
+
+
+def test_a_failed_write_is_told_at_once():
+    pair = Pair()
+    push(pair)
+    pair.drop(next(item for item in pair.items if item.kind == "write"))
+    pair.deliver_all()
+    assert pair.decode.outcomes("d1") == {Outcome.RECEIVE_FAILED, Outcome.RELEASED}
+    assert pair.decode.reasons["d1"] == {"it broke"}
+    assert Outcome.RELEASED in pair.prefill.outcomes("p1")
+
+
+def test_a_write_that_does_not_end_fails_but_releases_nothing():
+    pair = Pair(timing=Timing(transfer_timeout_s=2.0))
+    push(pair)
+    write = next(item for item in pair.items if item.kind == "write")
+    for _ in range(6):
+        pair.advance(1.0)
+        for item in [each for each in pair.items if each is not write]:
+            pair.deliver(item)
+    assert pair.decode.outcomes("d1") == {Outcome.RECEIVE_FAILED}
+    assert not pair.prefill.is_over("p1")
+    pair.deliver(write)
+    pair.settle()
+    assert pair.decode.outcomes("d1") == {Outcome.RECEIVE_FAILED, Outcome.RELEASED}
+    assert pair.prefill.is_over("p1")
+
+
+def test_prefill_aborted_after_registration_fails_the_receive_at_once():
+    pair = Pair()
+    pair.hold("p1", "t1")
+    pair.want_push("d1", "t1")
+    assert pair.reserve("d1", "hello", 0, 20)
+    pair.deliver_all()
+    pair.abort(pair.prefill, "p1")
+    pair.deliver_all()
+    assert pair.decode.outcomes("d1") == {Outcome.RECEIVE_FAILED, Outcome.RELEASED}
+    assert not pair.prefill.outcomes("p1")
+
+
+def test_a_pull_of_a_hold_whose_lease_ended_fails():
+    pair = Pair()
+    pair.hold("p1")
+    blocks = pair.finish("p1", "hello", 20)
+    pair.advance(31.0)
+    assert pair.prefill.outcomes("p1") == {Outcome.SEND_FAILED, Outcome.RELEASED}
+    pair.want_pull("d1", "p1", blocks)
+    assert pair.reserve("d1", "hello", 0, 20)
+    pair.deliver_all()
+    assert pair.decode.outcomes("d1") == {Outcome.RECEIVE_FAILED, Outcome.RELEASED}
+
+
+def test_a_queued_request_keeps_the_lease_alive_and_declining_ends_it():
+    pair = Pair()
+    pair.hold("p1")
+    blocks = pair.finish("p1", "hello", 20)
+    pair.want_pull("d1", "p1", blocks)
+    for _ in range(100):
+        pair.deliver_all()
+        pair.advance(1.0)
+    assert not pair.prefill.outcomes("p1")
+    pair.decline("d1")
+    pair.deliver_all()
+    assert pair.prefill.outcomes("p1") == SENT
+
+
+@pytest.mark.parametrize("transfer", [push, pull])
+def test_a_mode_the_peer_does_not_serve_is_refused_by_name(transfer):
+    pair = Pair()
+    other = TransferMode.PULL if transfer is push else TransferMode.PUSH
+    pair.prefill.modes = frozenset({other})
+    pair.hold("p1", "t1")
+    blocks = pair.finish("p1", "hello", 20)
+    if transfer is push:
+        pair.want_push("d1", "t1")
+    else:
+        pair.want_pull("d1", "p1", blocks)
+    assert pair.reserve("d1", "hello", 0, 20)
+    pair.deliver_all()
+    assert pair.decode.outcomes("d1") == {Outcome.RECEIVE_FAILED, Outcome.RELEASED}
+    assert any("mode" in reason for reason in pair.decode.reasons["d1"])
+
+
+def test_a_second_request_for_the_same_transfer_is_refused():
+    pair = Pair()
+    push(pair)
+    pair.want_push("d2", "t1")
+    assert pair.reserve("d2", "hello", 0, 20)
+    pair.settle()
+    assert pair.decode.outcomes("d1") == RECEIVED
+    assert pair.decode.outcomes("d2") == {Outcome.RECEIVE_FAILED, Outcome.RELEASED}
+
+
+def test_prefill_replaced_before_the_registration_arrived():
+    pair = Pair()
+    push(pair)
+    pair.deliver_all()
+    pair.restart(pair.prefill)
+    pair.hold("p2", "t2")
+    pair.want_push("d2", "t2")
+    assert pair.reserve("d2", "world", 0, 20)
+    pair.deliver_all()
+    pair.finish("p2", "world", 20)
+    pair.deliver_all()
+    assert pair.decode.outcomes("d2") == RECEIVED
+
+
+def test_decode_replaced_at_the_same_address():
+    pair = Pair()
+    push(pair)
+    pair.deliver_all()
+    pair.restart(pair.decode)
+    pair.hold("p2", "t2")
+    pair.want_push("d2", "t2")
+    assert pair.reserve("d2", "world", 0, 20)
+    pair.deliver_all()
+    pair.finish("p2", "world", 20)
+    pair.deliver_all()
+    assert pair.decode.outcomes("d2") == RECEIVED
+
+
+def test_a_restarted_holder_fails_a_pull_by_incarnation():
+    pair = Pair()
+    pair.hold("p1")
+    blocks = pair.finish("p1", "hello", 20)
+    pair.want_pull("d1", "p1", blocks)
+    pair.restart(pair.prefill)
+    assert pair.reserve("d1", "hello", 0, 20)
+    pair.settle()
+    assert pair.decode.outcomes("d1") == {Outcome.RECEIVE_FAILED, Outcome.RELEASED}
+    assert any("restarted" in reason for reason in pair.decode.reasons["d1"])

@@ -1,0 +1,217 @@
+"""Random lives of a pair: every order of events, losses, doubles, aborts, restarts and time.
+
+The invariants are in `pair.Pair`; at the end of each run the faults stop and S4 and S5 must hold:
+every request has its terminal report, every block is back, every table is empty, and a fresh
+request is served.
+"""
+
+import os
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from pair import TERMINAL, Pair
+
+from kvcourier.config import Timing
+from kvcourier.core.outcomes import Outcome
+
+SHAPES = st.sampled_from(
+    [
+        ({"num_blocks": 12}, {"num_blocks": 12}),
+        ({"num_blocks": 12, "tp_size": 2}, {"num_blocks": 12}),
+        ({"num_blocks": 12}, {"num_blocks": 12, "tp_size": 2}),
+        ({"num_blocks": 12, "pp_size": 2}, {"num_blocks": 6, "block_size": 32}),
+        (
+            {"num_blocks": 12, "num_kv_heads": 1, "tp_size": 2},
+            {"num_blocks": 12, "num_kv_heads": 1},
+        ),
+    ]
+)
+TIMING = Timing(kv_lease_duration=20.0, heartbeat_s=3.0, quarantine_limit_s=1e6)
+
+
+class PairMachine(RuleBasedStateMachine):
+    """One pair; request names tell their kind."""
+
+    holds = Bundle("holds")
+    prompts = Bundle("prompts")
+    wants = Bundle("wants")
+
+    @initialize(
+        shapes=SHAPES,
+        skew=st.floats(-1e5, 1e5),
+        rate=st.sampled_from([0.9, 1.0, 1.1]),
+    )
+    def begin(self, shapes, skew, rate):
+        self.pair = Pair(*shapes, timing=TIMING)
+        self.pair.decode.skew, self.pair.decode.rate = skew, rate
+        self.count = 0
+        self.tokens = {}
+        self.life = {}
+        self.reserved = set()
+        self.aborted = set()
+
+    def name(self, letter):
+        self.count += 1
+        return f"{letter}{self.count}"
+
+    def alive(self, request_id):
+        side = self.pair.prefill if request_id[0] == "p" else self.pair.decode
+        return self.life[request_id] == side.life
+
+    @rule(target=holds, num_tokens=st.integers(1, 60), mode=st.sampled_from(["push", "pull"]))
+    def hold(self, num_tokens, mode):
+        request_id = self.name("p")
+        transfer_id = f"t-{request_id}" if mode == "push" else None
+        self.tokens[request_id] = num_tokens
+        self.life[request_id] = self.pair.prefill.life
+        self.pair.hold(request_id, transfer_id)
+        return request_id, mode
+
+    @rule(target=wants, num_tokens=st.integers(1, 60), hold=holds)
+    def want_push(self, num_tokens, hold):
+        if hold[1] != "push":
+            return None
+        request_id = self.name("d")
+        self.life[request_id] = self.pair.decode.life
+        self.tokens[request_id] = self.tokens[hold[0]]
+        self.pair.want_push(request_id, f"t-{hold[0]}")
+        return request_id, hold[0]
+
+    @rule(target=prompts, hold=consumes(holds))
+    def finish(self, hold):
+        request_id, mode = hold
+        num_tokens = self.tokens[request_id]
+        if not self.alive(request_id) or request_id in self.aborted:
+            return None
+        if -(-num_tokens // 16) > len(self.pair.prefill.free):
+            self.abort_request(request_id)
+            return None
+        blocks = self.pair.finish(request_id, f"prompt-{request_id}", num_tokens)
+        return request_id, mode, tuple(blocks)
+
+    @rule(target=wants, prompt=prompts)
+    def want_pull(self, prompt):
+        if prompt is None or prompt[1] != "pull":
+            return None
+        request_id = self.name("d")
+        self.life[request_id] = self.pair.decode.life
+        self.tokens[request_id] = self.tokens[prompt[0]]
+        self.pair.want_pull(request_id, prompt[0], list(prompt[2]))
+        return request_id, prompt[0]
+
+    @rule(want=consumes(wants), cached=st.floats(0, 1))
+    def reserve(self, want, cached):
+        if want is None or not self.alive(want[0]) or want[0] in self.aborted:
+            return
+        num_tokens = self.tokens[want[0]]
+        step = self.pair.decode.block_size
+        start = int(cached * (num_tokens - 1)) // step * step
+        if self.pair.reserve(want[0], f"prompt-{want[1]}", start, num_tokens):
+            self.reserved.add(want[0])
+        else:
+            self.abort_request(want[0])
+
+    @rule(want=consumes(wants))
+    def decline(self, want):
+        if want is not None and self.alive(want[0]) and want[0] not in self.aborted:
+            self.aborted.add(want[0])
+            self.pair.decline(want[0])
+
+    @precondition(lambda self: self.life)
+    @rule(data=st.data())
+    def abort(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.life)), "request")
+        if self.alive(request_id):
+            self.abort_request(request_id)
+
+    def abort_request(self, request_id):
+        self.aborted.add(request_id)
+        side = self.pair.prefill if request_id[0] == "p" else self.pair.decode
+        self.pair.abort(side, request_id)
+
+    @precondition(lambda self: self.pair.items)
+    @rule(index=st.integers(0, 200))
+    def deliver(self, index):
+        self.pair.deliver(self.pair.items[index % len(self.pair.items)])
+
+    @precondition(lambda self: self.pair.items)
+    @rule()
+    def deliver_all(self):
+        self.pair.deliver_all()
+
+    @precondition(lambda self: self.pair.items)
+    @rule(index=st.integers(0, 200))
+    def drop(self, index):
+        self.pair.drop(self.pair.items[index % len(self.pair.items)])
+
+    @precondition(lambda self: any(item.fail is None for item in self.pair.items))
+    @rule(index=st.integers(0, 200))
+    def duplicate(self, index):
+        messages = [item for item in self.pair.items if item.fail is None]
+        self.pair.duplicate(messages[index % len(messages)])
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 7.0, 25.0, 90.0]))
+    def advance(self, seconds):
+        self.pair.advance(seconds)
+
+    @rule(which=st.sampled_from(["p", "d"]))
+    def restart(self, which):
+        self.pair.restart(self.pair.sides[which])
+
+    @invariant()
+    def every_block_has_one_owner(self):
+        for side in getattr(self, "pair", None) and self.pair.sides.values() or ():
+            lent = [block for blocks in side.lent.values() for block in blocks]
+            owned = sorted(lent + side.free)
+            assert owned == sorted(set(owned)), f"S1: {side.name} has a block twice: {owned}"
+
+    def teardown(self):
+        if not hasattr(self, "pair"):
+            return
+        pair = self.pair
+        for request_id in sorted(self.life):
+            side = pair.prefill if request_id[0] == "p" else pair.decode
+            unfinished = request_id[0] == "p" and RequestIdIn(side, request_id)
+            waiting = request_id[0] == "d" and request_id not in self.reserved
+            if self.alive(request_id) and (unfinished or waiting):
+                self.abort_request(request_id)
+        pair.settle()
+        for side in pair.sides.values():
+            num_blocks = next(iter(side.geometries.values())).num_blocks
+            assert sorted(side.free) == list(range(num_blocks)), f"S5: {side.name} lost blocks"
+        for request_id in self.reserved:
+            if self.alive(request_id):
+                told = pair.decode.outcomes(request_id)
+                assert Outcome.RELEASED in told
+                assert request_id in self.aborted or told & TERMINAL, f"S4: {request_id} {told}"
+        self.serves_a_fresh_request()
+
+    def serves_a_fresh_request(self):
+        pair = self.pair
+        pair.hold("p-last", "t-last")
+        pair.want_push("d-last", "t-last")
+        assert pair.reserve("d-last", "last", 0, 30)
+        pair.deliver_all()
+        pair.finish("p-last", "last", 30)
+        pair.deliver_all()
+        assert pair.decode.outcomes("d-last") == {Outcome.RECEIVED, Outcome.RELEASED}
+
+
+def RequestIdIn(side, request_id):  # noqa: N802
+    """Whether P's engine has begun this prompt and not handed its blocks over."""
+    return request_id not in side.lent and not side.outcomes(request_id)
+
+
+TestPairMachine = PairMachine.TestCase
+TestPairMachine.settings = settings(
+    max_examples=int(os.environ.get("PAIR_EXAMPLES", "150")), stateful_step_count=50, deadline=None
+)

@@ -1,0 +1,475 @@
+"""A prefill and a decode instance joined in memory, on virtual time, moving real bytes.
+
+Everything in transit is an `Item` in `Pair.items`; nothing moves until the test delivers it. The
+invariants of the style guide are checked after every step.
+
+S1  no block is released while a posted operation on it is not terminal
+S2  "received" means every byte came from the matched source
+S4  each request gets at most one terminal report per side, and one release if it gave blocks
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kv_content import write_prompt, wrong_cells
+from kvcourier.config import Limits, Timing, TransferMode
+from kvcourier.core.commands import (
+    Abandon,
+    Connect,
+    Disconnect,
+    PostRead,
+    PostWrite,
+    SendMessage,
+    SendNotification,
+    Tell,
+)
+from kvcourier.core.endpoint import Endpoint
+from kvcourier.core.events import (
+    BlocksReserved,
+    Event,
+    HoldBegun,
+    MessageReceived,
+    PeerConnected,
+    PeerLost,
+    PostRefused,
+    PrefillFinished,
+    RequestAborted,
+    TimePassed,
+    TransferCompleted,
+    TransferFailed,
+    TransferPosted,
+    WantBegun,
+    WantDeclined,
+)
+from kvcourier.core.messages import decode, encode
+from kvcourier.core.outcomes import Outcome
+from kvcourier.core.params import HolderAddress, PullIntent, PushIntent
+from kvcourier.errors import MappingError
+from kvcourier.ids import (
+    EngineId,
+    HoldId,
+    Incarnation,
+    InstanceAddress,
+    PeerRank,
+    Rank,
+    RequestId,
+    TransferId,
+    TransferKey,
+)
+from kvcourier.layout import BlockRun, TokenSpan, bind, instance_geometries, plan_mapping
+from layout_builders import copy_pieces, make_instance, model_cache
+
+LIMITS = Limits()
+TERMINAL = frozenset({Outcome.RECEIVED, Outcome.RECEIVE_FAILED, Outcome.SENT, Outcome.SEND_FAILED})
+
+
+@dataclass(eq=False)
+class Item:
+    """One thing in transit; `deliver` makes it arrive."""
+
+    kind: str
+    sender: PeerRank
+    target: PeerRank | InstanceAddress
+    deliver: Callable[[], None]
+    fail: Callable[[], None] | None = None
+    touches: tuple[tuple[str, int], ...] = ()
+    """(side, block) that it reads or writes on arrival."""
+
+    def __repr__(self) -> str:
+        return f"{self.kind} {self.sender} -> {self.target}"
+
+
+@dataclass
+class Side:
+    """One instance: a core per rank, its memory, and what its engine knows."""
+
+    name: str
+    address: InstanceAddress
+    timing: Timing
+    shape: dict[str, object]
+    skew: float = 0.0
+    rate: float = 1.0
+    life: int = 0
+    modes: frozenset[TransferMode] = frozenset(TransferMode)
+    endpoints: dict[Rank, Endpoint] = field(default_factory=dict)
+    reports: dict[RequestId, dict[Rank, list[Outcome]]] = field(default_factory=dict)
+    reasons: dict[RequestId, set[str]] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
+    lent: dict[RequestId, list[int]] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """Begin a (new) life with empty memory."""
+        self.life += 1
+        geometries = instance_geometries(
+            model_cache(**{k: v for k, v in self.shape.items() if k not in ("tp_size", "pp_size")}),
+            self.shape.get("tp_size", 1),
+            self.shape.get("pp_size", 1),
+        )
+        self.caches = make_instance(geometries)
+        self.geometries = geometries
+        self.incarnation = Incarnation(f"{self.name}-life{self.life}")
+        self.endpoints = {
+            rank: Endpoint(self.rank(rank), self.address, geometries, self.timing, LIMITS)
+            for rank in geometries
+        }
+        self.reports, self.reasons, self.lent = {}, {}, {}
+        self.free = list(range(next(iter(geometries.values())).num_blocks))
+
+    def rank(self, rank: Rank) -> PeerRank:
+        return PeerRank(self.address.engine_id, self.incarnation, rank)
+
+    def clock(self, now: float) -> float:
+        return self.skew + self.rate * now
+
+    @property
+    def block_size(self) -> int:
+        return next(iter(self.geometries.values())).block_size
+
+    def take(self, num_tokens: int) -> list[int] | None:
+        """Blocks for so many tokens, from the end of the free list; None if short."""
+        count = -(-num_tokens // self.block_size)
+        if count > len(self.free):
+            return None
+        taken, self.free = self.free[-count:], self.free[:-count]
+        return taken
+
+    def outcomes(self, request_id: str) -> set[Outcome]:
+        """What every rank has reported of a request, as one set."""
+        ranks = self.reports.get(RequestId(request_id), {})
+        return {outcome for told in ranks.values() for outcome in told}
+
+    def is_over(self, request_id: str) -> bool:
+        """Whether every rank has released the request."""
+        ranks = self.reports.get(RequestId(request_id), {})
+        return all(Outcome.RELEASED in ranks.get(rank, ()) for rank in self.endpoints)
+
+
+class Pair:
+    """Two sides and what is between them."""
+
+    def __init__(
+        self,
+        prefill: dict[str, object] | None = None,
+        decode: dict[str, object] | None = None,
+        timing: Timing | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.items: list[Item] = []
+        self.prompts: dict[RequestId, tuple[str, TokenSpan, list[int]]] = {}
+        """Per D request: the prompt it must get, where, in which blocks."""
+        self._names = itertools.count(1)
+        timing = timing or Timing()
+        self.prefill = Side("p", _address("p", 1), timing, prefill or {})
+        self.decode = Side("d", _address("d", 2), timing, decode or {})
+        self.sides = {"p": self.prefill, "d": self.decode}
+        self._lost: dict[Incarnation, InstanceAddress] = {}
+        self._hold_ids: dict[str, HoldId] = {}
+        self._operations: dict[tuple[PeerRank, int], Item] = {}
+        for side in self.sides.values():
+            side.start()
+
+    # What an engine does.
+
+    def hold(self, request_id: str, transfer_id: str | None = None) -> None:
+        """P accepts a prompt."""
+        key = TransferKey(TransferId(transfer_id), 0) if transfer_id else None
+        hold_id = HoldId(f"{self.prefill.incarnation}:{next(self._names)}")
+        self._hold_ids[request_id] = hold_id
+        self.engine(self.prefill, HoldBegun(RequestId(request_id), hold_id, key))
+
+    def finish(self, request_id: str, prompt: str, num_tokens: int) -> list[int]:
+        """P computes the prompt and hands its blocks over; returns them."""
+        blocks = self.prefill.take(num_tokens)
+        assert blocks is not None
+        write_prompt(self.prefill.caches, prompt, blocks, TokenSpan(0, num_tokens))
+        self.prefill.lent[RequestId(request_id)] = blocks
+        self.engine(
+            self.prefill, PrefillFinished(RequestId(request_id), (tuple(blocks),), num_tokens)
+        )
+        return blocks
+
+    def want_push(
+        self, request_id: str, transfer_id: str | None, holder_request_id: str | None = None
+    ) -> None:
+        """D accepts a request that P writes."""
+        intent = PushIntent(
+            self.holder(),
+            RequestId(holder_request_id) if holder_request_id else None,
+            TransferId(transfer_id) if transfer_id else None,
+        )
+        self.engine(self.decode, WantBegun(RequestId(request_id), intent))
+
+    def want_pull(self, request_id: str, holder_request_id: str, blocks: list[int]) -> None:
+        """D accepts a request that it READs; the params come from P's answer."""
+        intent = PullIntent(
+            self.holder(),
+            RequestId(holder_request_id),
+            (tuple(blocks),),
+            None,
+            self._hold_ids[holder_request_id],
+            Incarnation(self._hold_ids[holder_request_id].split(":")[0]),
+            None,
+        )
+        self.engine(self.decode, WantBegun(RequestId(request_id), intent))
+
+    def reserve(self, request_id: str, prompt: str, start: int, stop: int) -> bool:
+        """D reserves blocks for what it misses; False if it has too few."""
+        blocks = self.decode.take(stop - start)
+        if blocks is None:
+            return False
+        span = TokenSpan(start, stop)
+        self.decode.lent[RequestId(request_id)] = blocks
+        self.prompts[RequestId(request_id)] = (prompt, span, blocks)
+        self.engine(self.decode, BlocksReserved(RequestId(request_id), (tuple(blocks),), span))
+        return True
+
+    def abort(self, side: Side, request_id: str) -> None:
+        """The engine ends a request early."""
+        self.engine(side, RequestAborted(RequestId(request_id)))
+
+    def decline(self, request_id: str) -> None:
+        """D needs nothing after all."""
+        self.engine(self.decode, WantDeclined(RequestId(request_id)))
+
+    def holder(self) -> HolderAddress:
+        """P's coordinates as a router gives them."""
+        address = self.prefill.address
+        return HolderAddress(
+            address.engine_id,
+            address.host,
+            address.port,
+            self.prefill.shape.get("tp_size", 1),
+            self.prefill.shape.get("pp_size", 1),
+        )
+
+    # What the world does.
+
+    def deliver(self, item: Item) -> None:
+        """Let one thing arrive."""
+        self.items.remove(item)
+        item.deliver()
+        self.check()
+
+    def deliver_all(self, limit: int = 10_000) -> None:
+        """Let everything arrive, in order, and what follows from it."""
+        for _ in range(limit):
+            if not self.items:
+                return
+            self.deliver(self.items[0])
+        raise AssertionError(f"no end of messages: {self.items[:5]}")
+
+    def deliver_kind(self, *kinds: str) -> None:
+        """Let everything of these kinds arrive that is in transit now."""
+        for item in [each for each in self.items if each.kind in kinds]:
+            if item in self.items:
+                self.deliver(item)
+
+    def drop(self, item: Item) -> None:
+        """Lose one thing; an operation fails instead, as a transport must say how it ended."""
+        self.items.remove(item)
+        if item.fail is not None:
+            item.fail()
+        self.check()
+
+    def duplicate(self, item: Item) -> None:
+        """Let a message arrive once more, later."""
+        assert item.fail is None
+        self.items.append(Item(item.kind, item.sender, item.target, item.deliver))
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, stopping at every deadline on the way."""
+        until = self.now + seconds
+        while True:
+            due = [at for at in self._deadlines() if at <= until]
+            self.now = max(self.now, min(due, default=until))
+            for side in self.sides.values():
+                for rank in list(side.endpoints):
+                    self._handle(side, rank, TimePassed())
+            self.check()
+            if not due:
+                return
+
+    def restart(self, side: Side) -> None:
+        """The process dies and another takes its place at the same address."""
+        old = {side.rank(rank) for rank in side.endpoints}
+        incarnation = side.incarnation
+        for item in [each for each in self.items if each.sender in old]:
+            # What a dead process has sent may still be on its way, but its operations are over.
+            if item.fail is not None:
+                self.items.remove(item)
+        side.start()
+        for item in [each for each in self.items if each.target in old and each.fail is not None]:
+            self.items.remove(item)
+            item.fail()
+        self._lost[incarnation] = side.address
+        self.check()
+
+    def tell_of_lost_lives(self) -> None:
+        """Everybody learns, by whatever sign, which lives are over."""
+        for side in self.sides.values():
+            for rank in list(side.endpoints):
+                for incarnation, address in self._lost.items():
+                    self._handle(side, rank, PeerLost(address, incarnation, "gone"))
+        self.check()
+
+    def settle(self) -> None:
+        """No more faults: everything arrives, all deadlines pass."""
+        for _ in range(200):
+            self.deliver_all()
+            self.tell_of_lost_lives()
+            if all(
+                endpoint.idle
+                for side in self.sides.values()
+                for endpoint in side.endpoints.values()
+            ):
+                return
+            self.advance(10.0)
+        raise AssertionError(
+            "never idle: "
+            + str({s.name: [e.gauges() for e in s.endpoints.values()] for s in self.sides.values()})
+        )
+
+    # Inside.
+
+    def engine(self, side: Side, event: Event) -> None:
+        """An engine's event reaches every rank."""
+        for rank in list(side.endpoints):
+            self._handle(side, rank, event)
+        self.check()
+
+    def _deadlines(self) -> Iterator[float]:
+        for side in self.sides.values():
+            for endpoint in side.endpoints.values():
+                deadline = endpoint.next_deadline()
+                if deadline is not None:
+                    # A touch later, so that rounding does not stop time just before it.
+                    yield (deadline - side.skew) / side.rate + 1e-6
+
+    def _handle(self, side: Side, rank: Rank, event: Event) -> None:
+        endpoint = side.endpoints[rank]
+        for command in endpoint.handle(event, side.clock(self.now)):
+            self._do(side, rank, command)
+        endpoint.check()
+
+    def _do(self, side: Side, rank: Rank, command) -> None:
+        me = side.rank(rank)
+        match command:
+            case SendMessage(peer, message):
+                self._send(me, peer, encode(message), "message")
+            case SendNotification(peer, address, message):
+                if self._side_of(peer) is None:
+                    self._handle(side, rank, PeerLost(address, peer.incarnation, "gone"))
+                else:
+                    self._send(me, peer, encode(message), "notification")
+            case Connect(address):
+                self.items.append(
+                    Item("handshake", me, address, lambda: self._shake(side, me, address))
+                )
+            case PostWrite() | PostRead():
+                self._post(side, rank, command)
+            case Tell(report):
+                self._report(side, rank, report)
+            case Abandon(operation_id):
+                self._operations.pop((me, operation_id), None)
+            case Disconnect():
+                pass
+
+    def _send(self, me: PeerRank, peer: PeerRank, payload: bytes, kind: str) -> None:
+        def arrive() -> None:
+            side = self._side_of(peer)
+            if side is not None:
+                self._handle(side, peer.rank, MessageReceived(decode(payload, LIMITS)))
+
+        self.items.append(Item(kind, me, peer, arrive))
+
+    def _shake(self, side: Side, me: PeerRank, address: InstanceAddress) -> None:
+        asked = self.sides[address.engine_id]
+        if self._side_of(me) is not None and address == asked.address:
+            self._handle(
+                side,
+                me.rank,
+                PeerConnected(address, asked.incarnation, asked.modes, asked.geometries),
+            )
+
+    def _post(self, side: Side, rank: Rank, command: PostWrite | PostRead) -> None:
+        me, other = side.rank(rank), self._side_of(command.peer)
+        if other is None:
+            self._handle(side, rank, PostRefused(command.operation_id, "peer is gone"))
+            self._handle(side, rank, PeerLost(command.address, command.peer.incarnation, "gone"))
+            return
+        own, peer = side.caches[rank], other.caches[command.peer.rank]
+        writes = isinstance(command, PostWrite)
+        source, target = (own, peer) if writes else (peer, own)
+        own_first, peer_first = (
+            (0, command.peer_first_token) if writes else (command.own_first_token, 0)
+        )
+        own_run = BlockRun(np.array(command.own_block_ids[0], dtype=np.int64), own_first)
+        peer_run = BlockRun(np.array(command.peer_block_ids[0], dtype=np.int64), peer_first)
+        source_run, target_run = (own_run, peer_run) if writes else (peer_run, own_run)
+        try:
+            plan = plan_mapping(source[0].geometry, target[0].geometry, command.route)
+            pieces = bind(plan, source[0], target[0], source_run, target_run, command.span)
+        except MappingError as error:
+            self._handle(side, rank, PostRefused(command.operation_id, str(error)))
+            return
+
+        def land() -> None:
+            copy_pieces(pieces, source, target)
+            if self._side_of(me) is None:
+                return
+            self._handle(side, rank, TransferCompleted(command.operation_id))
+            if writes:
+                self._send(me, command.peer, encode(command.notice), "notice")
+
+        def fail() -> None:
+            if self._side_of(me) is not None:
+                self._handle(side, rank, TransferFailed(command.operation_id, "it broke"))
+
+        touches = [(side.name, block) for block in command.own_block_ids[0]]
+        if writes:
+            touches += [(other.name, block) for block in command.peer_block_ids[0]]
+        self.items.append(
+            Item("write" if writes else "read", me, command.peer, land, fail, tuple(touches))
+        )
+        self._handle(
+            side,
+            rank,
+            TransferPosted(command.operation_id, len(pieces), pieces.num_bytes, 0.0, "test"),
+        )
+
+    def _report(self, side: Side, rank: Rank, report) -> None:
+        told = side.reports.setdefault(report.request_id, {}).setdefault(rank, [])
+        told.append(report.outcome)
+        if report.reason:
+            side.reasons.setdefault(report.request_id, set()).add(report.reason)
+        terminal = [outcome for outcome in told if outcome in TERMINAL]
+        assert len(terminal) <= 1, f"S4: {report.request_id} at {side.name} got {told}"
+        assert told.count(Outcome.RELEASED) <= 1, f"S4: {report.request_id} released twice"
+        if report.outcome is Outcome.RECEIVED:
+            prompt, span, blocks = self.prompts[report.request_id]
+            own = {rank: side.caches[rank]}
+            wrong = wrong_cells(own, prompt, blocks, span, span.start)
+            assert not wrong, f"S2: {report.request_id} received, but {wrong[:3]}"
+        if side.is_over(report.request_id):
+            side.free += side.lent.pop(report.request_id, [])
+
+    def _side_of(self, peer: PeerRank) -> Side | None:
+        """The side that lives this life, if any does."""
+        side = self.sides[peer.engine_id]
+        return side if side.incarnation == peer.incarnation else None
+
+    def check(self) -> None:
+        """S1: what is in flight touches no free block."""
+        free = {(side.name, block) for side in self.sides.values() for block in side.free}
+        for item in self.items:
+            alive = [t for t in item.touches]
+            if self._side_of(item.sender) is not None:
+                touched = free.intersection(alive)
+                assert not touched, f"S1: {item} is in flight over free blocks {touched}"
+
+
+def _address(name: str, port: int) -> InstanceAddress:
+    return InstanceAddress(EngineId(name), "host", port)
