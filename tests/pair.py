@@ -8,6 +8,7 @@ S2  "received" means every byte came from the matched source
 S4  each request gets at most one terminal report per side, and one release if it gave blocks
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -63,6 +64,7 @@ from kvcourier.layout import BlockRun, TokenSpan, bind, instance_geometries, pla
 from layout_builders import copy_pieces, make_instance, model_cache
 
 LIMITS = Limits()
+_PARALLEL = ("tp_size", "pp_size", "layers")
 TERMINAL = frozenset({Outcome.RECEIVED, Outcome.RECEIVE_FAILED, Outcome.SENT, Outcome.SEND_FAILED})
 
 
@@ -103,11 +105,12 @@ class Side:
     def start(self) -> None:
         """Begin a (new) life with empty memory."""
         self.life += 1
+        model = {k: v for k, v in self.shape.items() if k not in _PARALLEL}
         geometries = instance_geometries(
-            model_cache(**{k: v for k, v in self.shape.items() if k not in ("tp_size", "pp_size")}),
-            self.shape.get("tp_size", 1),
-            self.shape.get("pp_size", 1),
+            model_cache(**model), self.shape.get("tp_size", 1), self.shape.get("pp_size", 1)
         )
+        for rank, layers in self.shape.get("layers", {}).items():
+            geometries[rank] = dataclasses.replace(geometries[rank], layers=layers)
         self.caches = make_instance(geometries)
         self.geometries = geometries
         self.incarnation = Incarnation(f"{self.name}-life{self.life}")

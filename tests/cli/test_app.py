@@ -1,11 +1,13 @@
 """Help, exit codes, and how errors are shown."""
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import typer
@@ -13,7 +15,9 @@ from typer.testing import CliRunner
 
 from kvcourier.cli import app as app_module
 from kvcourier.cli.app import app
+from kvcourier.config import TransferMode
 from kvcourier.errors import ConfigError, PeerLost
+from kvcourier.probe.run import ProbeConfig, ProbeResult, Spread
 
 COMMANDS = ("demo", "serve", "route", "probe")
 
@@ -167,3 +171,30 @@ def test_the_app_is_a_typer_app() -> None:
     )
     assert done.returncode == 2
     assert "No such command 'teleport'" in done.stderr
+
+
+def test_the_probe_shows_and_writes_its_result(
+    runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[ProbeConfig] = []
+    spread = Spread(median=5.0, min=1.0, max=9.0, p10=2.0, p90=8.0)
+
+    def measured(config: ProbeConfig, console: object) -> ProbeResult:
+        asked.append(config)
+        return ProbeResult(config.url, "m", "push", 50, 49, 2, 1, 3, spread, spread, ())
+
+    monkeypatch.setattr("kvcourier.cli.probe.run_probe", measured)
+    path = tmp_path / "out.json"
+    arguments = ["probe", "--tokens", "50", "--mode", "push", "--json", str(path)]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0
+    assert "5.0" in result.stdout
+    assert json.loads(path.read_text())["ttft_ms"]["median"] == 5.0
+    assert (asked[0].tokens, asked[0].mode) == (50, TransferMode.PUSH)
+
+
+def test_a_probe_of_nobody_is_one_sentence(runner: CliRunner) -> None:
+    result = runner.invoke(app, ["probe", "--url", "http://127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("kvcourier: ")
+    assert "127.0.0.1:1" in result.stderr

@@ -85,7 +85,10 @@ OFFER = handshake.Offer(
                 placement_region=[0, 0, 1, 1],
                 placement_offset=[0, 49152, 0, 49152],
                 placement_stride=[6144, 6144, 6144, 6144],
-                regions=[(1 << 40, 98304, MemoryKind.DRAM, 0), (1 << 41, 98304, MemoryKind.DRAM, 0)],
+                regions=[
+                    (1 << 40, 98304, MemoryKind.DRAM, 0),
+                    (1 << 41, 98304, MemoryKind.DRAM, 0),
+                ],
             ),
         )
     ],

@@ -37,6 +37,15 @@ class DeadlinesAgainstAList(RuleBasedStateMachine):
         assert [when[name] for name in taken] == sorted(when[name] for name in taken)
         self.plain = [entry for entry in self.plain if entry not in due]
 
+    @rule(now=TIMES)
+    def pop_due(self, now):
+        due = [(name, at) for name, at in self.plain if at <= now]
+        name = self.deadlines.pop_due(now)
+        assert (name is None) is (not due)
+        if due:
+            assert dict(due)[name] == min(at for _, at in due)
+            self.plain = [entry for entry in self.plain if entry[0] != name]
+
     @invariant()
     def agrees(self):
         assert len(self.deadlines) == len(self.plain)
@@ -57,6 +66,7 @@ def test_unknown_names_are_fine():
     assert "nobody" not in deadlines
     assert deadlines.next() is None
     assert deadlines.take_due(1e9) == []
+    assert deadlines.pop_due(1e9) is None
 
 
 def test_a_moved_deadline_is_due_once_and_at_its_new_time():
@@ -78,11 +88,20 @@ def test_setting_the_same_time_again_does_not_double_the_deadline():
     assert len(deadlines) == 0
 
 
+def test_acting_on_one_may_cancel_the_next():
+    deadlines: Deadlines[str] = Deadlines()
+    deadlines.set("second", 2.0)
+    deadlines.set("first", 1.0)
+    assert deadlines.pop_due(5.0) == "first"
+    deadlines.cancel("second")
+    assert deadlines.pop_due(5.0) is None
+
+
 def test_names_that_cannot_be_compared_may_be_due_together():
     deadlines: Deadlines[object] = Deadlines()
-    for name in ("text", 3, ("pair", 1), None):
+    for name in ("text", 3, ("pair", 1), frozenset()):
         deadlines.set(name, 1.0)
-    assert deadlines.take_due(1.0) == ["text", 3, ("pair", 1), None]
+    assert deadlines.take_due(1.0) == ["text", 3, ("pair", 1), frozenset()]
 
 
 @given(

@@ -8,12 +8,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from core.golden_messages import FACTS, OFFER, REQUEST, folder
-from core.wire_strategies import wire
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layout_builders import PlacementStyle, make_instance, model_cache
 
+from core.golden_messages import FACTS, OFFER, REQUEST, folder
+from core.wire_strategies import wire
 from kvcourier.config import Limits, TransferMode
 from kvcourier.core.handshake import (
     Compatibility,
@@ -35,6 +34,7 @@ from kvcourier.core.messages import PROTOCOL_VERSION
 from kvcourier.errors import HandshakeRejected, MappingError, RemoteProtocolError
 from kvcourier.ids import AgentName, EngineId, Incarnation, Rank
 from kvcourier.layout import CacheKind, RankCache, instance_geometries
+from layout_builders import PlacementStyle, make_instance, model_cache
 
 P = EngineId("prefill-0")
 LIMITS = Limits()

@@ -1,6 +1,5 @@
 """The lease table against a plain list of leases, and the trap that leaked blocks elsewhere."""
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -112,7 +111,6 @@ def test_heartbeats_for_hours_keep_the_table_small():
     assert len(table._deadlines._heap) <= 2 * 10 + 64
 
 
-@pytest.mark.xfail(strict=True, reason="grant() takes a missing lease for one that ends at 0.0")
 def test_a_clock_may_start_below_zero():
     """`Endpoint` says: any clock that never goes back; only differences matter."""
     table = LeaseTable()

@@ -66,9 +66,7 @@ def test_every_state_is_reached_and_reaches_an_end(table, states, events):
 
 def test_every_state_that_waits_is_ended_by_time():
     """vllm#46283: both sides aborted, and a state without an exit kept its blocks for ever."""
-    waiting = {
-        state for table in (HOLD, DELIVERY, WANT) for state, after in table.items() if after
-    }
+    waiting = {state for table in (HOLD, DELIVERY, WANT) for state, after in table.items() if after}
     # A failed delivery waits for nothing: it has its answer, and goes with its hold.
     assert set(EXITS_BY_TIME) == waiting - {DeliveryState.FAILED}
     settings = {field.name for field in dataclasses.fields(Timing)}

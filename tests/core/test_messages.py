@@ -6,11 +6,11 @@ from typing import get_args
 
 import msgspec
 import pytest
-from core.golden_messages import MESSAGES, folder, payloads
-from core.wire_strategies import wire
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.golden_messages import MESSAGES, folder, payloads
+from core.wire_strategies import wire
 from kvcourier.config import Limits
 from kvcourier.core.messages import (
     PROTOCOL_VERSION,

@@ -1,10 +1,11 @@
 """Transfers between two cores in memory: examples, one behaviour each."""
 
 import pytest
-from pair import Pair
 
 from kvcourier.config import Timing, TransferMode
 from kvcourier.core.outcomes import Outcome
+from kvcourier.ids import Rank
+from pair import Pair
 
 RECEIVED = {Outcome.RECEIVED, Outcome.RELEASED}
 SENT = {Outcome.SENT, Outcome.RELEASED}
@@ -230,6 +231,91 @@ def test_a_second_request_for_the_same_transfer_is_refused():
     pair.settle()
     assert pair.decode.outcomes("d1") == RECEIVED
     assert pair.decode.outcomes("d2") == {Outcome.RECEIVE_FAILED, Outcome.RELEASED}
+
+
+def test_two_requests_that_race_for_one_transfer_get_one_of_them_served():
+    pair = Pair()
+    pair.hold("p1", "t1")
+    for request_id in ("d1", "d2"):
+        pair.want_push(request_id, "t1")
+        assert pair.reserve(request_id, "hello", 0, 20)
+    pair.deliver_all()
+    pair.finish("p1", "hello", 20)
+    pair.settle()
+    assert pair.decode.outcomes("d1") == RECEIVED
+    assert pair.decode.outcomes("d2") == {Outcome.RECEIVE_FAILED, Outcome.RELEASED}
+
+
+def test_the_successor_of_a_registered_instance_does_not_inherit_its_hold():
+    pair = Pair()
+    pair.hold("p1", "t1")
+    pair.want_push("d1", "t1")
+    assert pair.reserve("d1", "hello", 0, 20)
+    pair.deliver_all()
+    pair.restart(pair.decode)
+    pair.want_push("d2", "t1")
+    assert pair.reserve("d2", "hello", 0, 20)
+    pair.deliver_all()
+    pair.finish("p1", "hello", 20)
+    pair.settle()
+    assert pair.decode.outcomes("d2") == {Outcome.RECEIVE_FAILED, Outcome.RELEASED}
+
+
+def test_a_notice_of_an_earlier_life_counts_for_nothing():
+    pair = Pair()
+    pair.hold("p1", "t1")
+    pair.want_push("d1", "t1")
+    assert pair.reserve("d1", "hello", 0, 20)
+    pair.deliver_kind("handshake")
+    pair.deliver_kind("notification")
+    pair.deliver_kind("handshake")
+    pair.finish("p1", "hello", 20)
+    pair.deliver_kind("write")
+    notice = next(item for item in pair.items if item.kind == "notice")
+    for item in [each for each in pair.items if each.kind == "message"]:
+        pair.drop(item)
+    pair.restart(pair.prefill)
+    pair.tell_of_lost_lives()
+    pair.deliver_kind("handshake")
+    pair.deliver(notice)
+    assert not pair.decode.outcomes("d1")
+    pair.hold("p2", "t1")
+    pair.finish("p2", "hello", 20)
+    pair.settle()
+    assert pair.decode.outcomes("d1") == RECEIVED
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("transfer", [push, pull])
+def test_the_first_failed_operation_releases_nothing_its_sibling_touches(transfer, first):
+    layers = {Rank(0, 0): (0, 1), Rank(1, 0): (1, 2, 3)}
+    pair = Pair({"num_layers": 4, "pp_size": 2, "layers": layers}, {"num_layers": 4})
+    transfer(pair)
+    pair.deliver_kind("handshake")
+    operations = [item for item in pair.items if item.kind in ("write", "read")]
+    assert len(operations) == 3, "one from the first stage, two from the second"
+    pair.drop(operations[1 + first])
+    for _ in range(10):
+        for item in [each for each in pair.items if each not in operations]:
+            pair.deliver(item)
+    assert Outcome.RECEIVE_FAILED in pair.decode.outcomes("d1")
+    assert not pair.decode.is_over("d1")
+    pair.settle()
+    assert pair.decode.is_over("d1")
+    assert pair.prefill.is_over("p1")
+
+
+def test_a_reference_to_an_earlier_hold_of_the_same_request_is_stale():
+    pair = Pair()
+    pair.hold("p1")
+    blocks = pair.finish("p1", "hello", 20)
+    pair.want_pull("d1", "p1", blocks)
+    pair.advance(31.0)
+    pair.hold("p1")
+    pair.finish("p1", "world", 20)
+    assert pair.reserve("d1", "hello", 0, 20)
+    pair.deliver_all()
+    assert pair.decode.outcomes("d1") == {Outcome.RECEIVE_FAILED, Outcome.RELEASED}
 
 
 def test_prefill_replaced_before_the_registration_arrived():

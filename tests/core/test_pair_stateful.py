@@ -18,10 +18,10 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from pair import TERMINAL, Pair
 
 from kvcourier.config import Timing
 from kvcourier.core.outcomes import Outcome
+from pair import TERMINAL, Pair
 
 SHAPES = st.sampled_from(
     [
@@ -169,7 +169,7 @@ class PairMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_block_has_one_owner(self):
-        for side in getattr(self, "pair", None) and self.pair.sides.values() or ():
+        for side in self.pair.sides.values() if hasattr(self, "pair") else ():
             lent = [block for blocks in side.lent.values() for block in blocks]
             owned = sorted(lent + side.free)
             assert owned == sorted(set(owned)), f"S1: {side.name} has a block twice: {owned}"
@@ -180,7 +180,7 @@ class PairMachine(RuleBasedStateMachine):
         pair = self.pair
         for request_id in sorted(self.life):
             side = pair.prefill if request_id[0] == "p" else pair.decode
-            unfinished = request_id[0] == "p" and RequestIdIn(side, request_id)
+            unfinished = request_id[0] == "p" and is_computing(side, request_id)
             waiting = request_id[0] == "d" and request_id not in self.reserved
             if self.alive(request_id) and (unfinished or waiting):
                 self.abort_request(request_id)
@@ -206,7 +206,7 @@ class PairMachine(RuleBasedStateMachine):
         assert pair.decode.outcomes("d-last") == {Outcome.RECEIVED, Outcome.RELEASED}
 
 
-def RequestIdIn(side, request_id):  # noqa: N802
+def is_computing(side, request_id):
     """Whether P's engine has begun this prompt and not handed its blocks over."""
     return request_id not in side.lent and not side.outcomes(request_id)
 

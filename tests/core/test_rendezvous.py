@@ -52,9 +52,7 @@ class Scan:
             if key is not None and held == key:
                 return request_id
         # Two transfer ids that differ never match: such holds are out of the question from here.
-        possible = [
-            request_id for request_id, held in self.holds if key is None or held is None
-        ]
+        possible = [request_id for request_id, held in self.holds if key is None or held is None]
         # 2. The exact request id.
         if named is not None and any(request_id == named for request_id, _ in self.holds):
             return named if named in possible else None

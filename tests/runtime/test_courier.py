@@ -1,148 +1,41 @@
 """Couriers when something goes wrong: whole instances over the memory transport and its hooks."""
 
-import itertools
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-
 import pytest
-from endpoint_rig import Rig
 
-from kvcourier.config import Limits, Timing, TransferMode
-from kvcourier.core.handshake import Facts, PeerInstance, facts_of, read_answer, request
+from kvcourier.config import TransferMode
+from kvcourier.core.handshake import request
 from kvcourier.core.messages import (
     REGISTRATION_PREFIX,
     Fenced,
     HoldName,
     Register,
+    Renew,
     encode,
     sender_fields,
 )
 from kvcourier.errors import KVCourierError
-from kvcourier.ids import EngineId, Incarnation, InstanceAddress, PeerRank, Rank, RequestId
+from kvcourier.ids import EngineId, InstanceAddress, PeerRank, Rank, RequestId
 from kvcourier.runtime.reports import Outcome
-from kvcourier.runtime.side_channel import SideChannel
 from kvcourier.transport.interface import Operation
-from kvcourier.transport.memory import Fate, InFlight, MemoryNetwork, MemoryTransport
+from kvcourier.transport.memory import Fate, InFlight, MemoryTransport
+from runtime.courier_world import (
+    END_OF,
+    SOURCE,
+    STOP,
+    STRANGER,
+    TARGET,
+    describe,
+    dropped,
+    facts_for,
+    failure,
+    inbox_of,
+    outcomes,
+    quarantined,
+    transfer,
+    want,
+)
 
-SOURCE, TARGET = [5, 0, 3], [6, 1, 4]
-STOP = 40
-END_OF = {"push": Operation.WRITE, "pull": Operation.READ}
-STRANGER = PeerRank(EngineId("x"), Incarnation("life-of-x"), Rank(0, 0))
 MODES = pytest.mark.parametrize("mode", ["push", "pull"])
-
-
-class World:
-    """A network, the instances on it, and what tests do with both."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self.network = MemoryNetwork()
-        self.transports: dict[str, MemoryTransport] = {}
-        self._stack = stack
-        self._serial = itertools.count(1)
-
-    def make_transport(self, name: str) -> MemoryTransport:
-        transport = MemoryTransport(self.network, name)
-        self.transports[name.split(":")[0]] = transport
-        return transport
-
-    def rig(self, engine_id: str, **options: object) -> Rig:
-        options.setdefault("transport_factory", self.make_transport)
-        return self._stack.enter_context(Rig(engine_id, **options))
-
-    def pair(self, **timing: float) -> tuple[Rig, Rig]:
-        return tuple(self.rig(name, timing=Timing(**timing)) for name in ("p", "d"))
-
-    def plan(self, operation: Operation, fate: Fate) -> None:
-        self.network.fault_plan = lambda item: (
-            fate if item.operation is operation else Fate.DELIVER
-        )
-
-    def heal(self) -> None:
-        self.network.fault_plan = lambda item: Fate.DELIVER
-
-    def held(self, rig: Rig, operation: Operation) -> InFlight:
-        """The one held operation, as soon as it is posted."""
-        rig.wait_until(lambda: any(item.operation is operation for item in self.network.pending))
-        (item,) = [item for item in self.network.pending if item.operation is operation]
-        return item
-
-    def channel(self, me: PeerRank = STRANGER) -> SideChannel:
-        channel = SideChannel(me, "127.0.0.1", Limits().max_message_bytes)
-        self._stack.callback(channel.close)
-        return channel
-
-    def still_works(self, prefill: Rig, decode: Rig) -> None:
-        """A push and a pull with fresh names bring every byte."""
-        for mode in ("push", "pull"):
-            name = f"again{next(self._serial)}"
-            transfer(prefill, decode, mode, name)
-            decode.wait_for(f"d-{name}", Outcome.RECEIVED, Outcome.RELEASED)
-            prefill.wait_for(f"p-{name}", Outcome.SENT, Outcome.RELEASED)
-            assert not decode.wrong(name, TARGET, 0, STOP)
-        for rig in (prefill, decode):
-            rig.wait_until(lambda rig=rig: tables(rig) == EMPTY)
-
-
-EMPTY = {"holds": 0, "wants": 0, "waiting_registrations": 0, "operations_in_flight": 0}
-
-
-def tables(rig: Rig) -> dict[str, int]:
-    """Sizes of the core's tables that must be empty when nothing goes on."""
-    return {name: sum(g[name] for _, g in rig.endpoint.gauges().values()) for name in EMPTY}
-
-
-def quarantined(rig: Rig) -> int:
-    return sum(gauges["quarantined_blocks"] for _, gauges in rig.endpoint.gauges().values())
-
-
-def transfer(prefill: Rig, decode: Rig, mode: str, name: str) -> None:
-    """Both engines' calls for one prompt."""
-    prefill.hold(f"p-{name}", f"t-{name}")
-    if mode == "push":
-        want(prefill, decode, name)
-        prefill.prefill(f"p-{name}", name, SOURCE, STOP)
-    else:
-        params = prefill.prefill(f"p-{name}", name, SOURCE, STOP)
-        decode.expect(f"d-{name}", params)
-        decode.receive(f"d-{name}", TARGET, 0, STOP)
-
-
-def want(prefill: Rig, decode: Rig, name: str, **changes: object) -> None:
-    """D's half of a push."""
-    coordinates = {**prefill.coordinates(), "transfer_id": f"t-{name}", **changes}
-    decode.expect(f"d-{name}", coordinates)
-    decode.receive(f"d-{name}", TARGET, 0, STOP)
-
-
-def outcomes(rig: Rig, request_id: str) -> list[Outcome]:
-    return [report.outcome for report in rig.of(request_id)]
-
-
-def failure(rig: Rig, request_id: str) -> str:
-    """Why a receive failed; its blocks are back too, and nothing else is told."""
-    rig.wait_for(request_id, Outcome.RECEIVE_FAILED, Outcome.RELEASED)
-    assert outcomes(rig, request_id) == [Outcome.RECEIVE_FAILED, Outcome.RELEASED]
-    return rig.of(request_id)[0].reason
-
-
-def dropped(rig: Rig, why: str) -> float:
-    labels = {"why": why}
-    return rig.endpoint.registry.get_sample_value("kvcourier_dropped_messages_total", labels) or 0
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with ExitStack() as stack:
-        yield World(stack)
-
-
-@pytest.fixture
-def dead_port() -> Iterator[int]:
-    """A port that is taken and answers nobody."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        yield taken.getsockname()[1]
 
 
 # Operations that go wrong.
@@ -256,9 +149,7 @@ def test_a_registration_is_sent_again_until_it_arrives(world):
 
 def test_doubled_notifications_change_nothing(world):
     prefill, decode = world.pair()
-    world.network.fault_plan = lambda item: (
-        Fate.DUPLICATE if item.is_notification else Fate.DELIVER
-    )
+    world.network.fault_plan = lambda item: Fate.DUPLICATE if item.is_notification else Fate.DELIVER
     transfer(prefill, decode, "push", "x")
     decode.wait_for("d-x", Outcome.RECEIVED, Outcome.RELEASED)
     prefill.wait_for("p-x", Outcome.SENT, Outcome.RELEASED)
@@ -280,40 +171,6 @@ def test_a_peer_that_dies_under_a_write(world):
 
 
 # Messages that nobody should send.
-
-
-def describe(rig: Rig, channel: SideChannel) -> tuple[InstanceAddress, PeerInstance]:
-    """Shake hands as a stranger would."""
-    info = rig.endpoint.instance_info()
-    address = InstanceAddress(info["engine_id"], "127.0.0.1", info["side_channel_port"])
-    facts = facts_for(rig)
-    channel.ask(address, request(address.engine_id, TransferMode.PUSH, facts))
-    answers: list[tuple[InstanceAddress, bytes]] = []
-
-    def answered() -> bool:
-        answers.extend(channel.answers())
-        return bool(answers)
-
-    rig.wait_until(answered)
-    return address, read_answer(answers[0][1], address.engine_id, facts, Limits())
-
-
-def facts_for(rig: Rig) -> Facts:
-    return facts_of("test-model", {r: cache.geometry for r, (cache, _) in rig.caches.items()})
-
-
-def inbox_of(world: World, rig: Rig, me: PeerRank = STRANGER) -> Callable[[bytes], None]:
-    """A way to send anything to the first rank of an instance."""
-    channel = world.channel(me)
-    address, instance = describe(rig, channel)
-    rank = Rank(0, 0)
-    peer = PeerRank(instance.engine_id, instance.incarnation, rank)
-    channel.connect(peer, address.host, instance.ranks[rank].side_channel_port)
-
-    def send(payload: bytes) -> None:
-        assert channel.send(peer, payload)
-
-    return send
 
 
 JUNK = [b"", b"junk", REGISTRATION_PREFIX, REGISTRATION_PREFIX + b"\xc1", b"\x91" * 100_000]
@@ -362,9 +219,17 @@ def test_a_message_that_fits_no_request_is_counted(world):
     prefill, decode = world.pair()
     send = inbox_of(world, decode)
     send(encode(Fenced(sender_fields(STRANGER), "d-x")))
-    decode.wait_until(
-        lambda: decode.endpoint.gauges()["pp0tp0"][0].get("messages_ignored") == 1
-    )
+    decode.wait_until(lambda: decode.endpoint.gauges()["pp0tp0"][0].get("messages_ignored") == 1)
+    world.still_works(prefill, decode)
+
+
+def test_a_question_by_somebody_out_of_reach_is_not_answered(world):
+    """It came over the data path, from a rank that has no socket to us nor we to it."""
+    prefill, decode = world.pair()
+    stranger = MemoryTransport(world.network, "stranger")
+    agent = stranger.connect(world.transports["p"].agent_metadata())
+    stranger.notify(agent, encode(Renew(sender_fields(STRANGER), 1, [])))
+    prefill.wait_until(lambda: dropped(prefill, "no_way_to_peer") == 1)
     world.still_works(prefill, decode)
 
 
@@ -386,7 +251,7 @@ def test_malformed_handshakes_are_dropped(world, dead_port):
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_handshake_nested_deeply_does_not_end_the_server(world):
-    prefill, decode = world.pair(handshake_timeout_s=1.0)
+    prefill = world.rig("p")
     channel = world.channel()
     info = prefill.endpoint.instance_info()
     address = InstanceAddress(EngineId("p"), "127.0.0.1", info["side_channel_port"])
@@ -510,101 +375,6 @@ def test_a_registration_with_a_host_that_is_none_harms_nobody(world, host):
         lambda: prefill.endpoint.gauges()["pp0tp0"][0].get("registrations_refused") == 1
     )
     world.still_works(prefill, decode)
-
-
-# Aborts.
-
-
-def expected(world, prefill, decode, port):
-    decode.expect("d-x", {**prefill.coordinates(), "transfer_id": "t-x"})
-
-
-def connecting(world, prefill, decode, port):
-    want(prefill, decode, "x", remote_port=port)
-
-
-def registered_for_nothing(world, prefill, decode, port):
-    want(prefill, decode, "x")
-    decode.wait_until(lambda: "registered" in decode.whats("d-x"))
-
-
-def held(world, prefill, decode, port):
-    prefill.hold("p-x", "t-x")
-
-
-def registered(world, prefill, decode, port):
-    want(prefill, decode, "x")
-    prefill.hold("p-x", "t-x")
-    prefill.wait_until(lambda: "registered" in prefill.whats("t-x"))
-
-
-def prefilled(world, prefill, decode, port):
-    prefill.hold("p-x", "t-x")
-    prefill.prefill("p-x", "x", SOURCE, STOP)
-
-
-def writing(world, prefill, decode, port):
-    world.plan(Operation.WRITE, Fate.HOLD)
-    transfer(prefill, decode, "push", "x")
-    world.held(prefill, Operation.WRITE)
-
-
-def reading(world, prefill, decode, port):
-    world.plan(Operation.READ, Fate.HOLD)
-    transfer(prefill, decode, "pull", "x")
-    world.held(decode, Operation.READ)
-
-
-PHASES = [
-    expected,
-    connecting,
-    registered_for_nothing,
-    held,
-    registered,
-    prefilled,
-    writing,
-    reading,
-]
-HANDED_OVER = {
-    "d-x": {connecting, registered_for_nothing, registered, writing, reading},
-    "p-x": {prefilled, writing, reading},
-}
-
-
-@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
-@pytest.mark.parametrize("first", ["p-x", "d-x"])
-def test_aborts_in_every_phase_return_all_blocks(world, dead_port, phase, first):
-    """vllm#46283: both sides abort, and decode blocks were never freed."""
-    prefill, decode = world.pair(handshake_timeout_s=0.2)
-    phase(world, prefill, decode, dead_port)
-    rigs = {"p-x": prefill, "d-x": decode}
-    for request_id in sorted(rigs, key=lambda name: name != first):
-        rigs[request_id].endpoint.abort(RequestId(request_id))
-        rigs[request_id].endpoint.abort(RequestId(request_id))
-    world.heal()
-    for item in world.network.pending:
-        if item.held:
-            world.network.deliver(item)
-    for request_id, rig in rigs.items():
-        if phase in HANDED_OVER[request_id]:
-            rig.wait_for(request_id, Outcome.RELEASED)
-    for rig in rigs.values():
-        rig.wait_until(lambda rig=rig: tables(rig) == EMPTY)
-    for request_id, rig in rigs.items():
-        assert outcomes(rig, request_id).count(Outcome.RELEASED) == int(
-            phase in HANDED_OVER[request_id]
-        )
-    world.still_works(prefill, decode)
-
-
-def test_declined_kv_is_let_go_at_once(world):
-    prefill, decode = world.pair()
-    prefill.hold("p-x", "t-x")
-    decode.expect("d-x", prefill.prefill("p-x", "x", SOURCE, STOP))
-    decode.endpoint.decline(RequestId("d-x"))
-    prefill.wait_for("p-x", Outcome.SENT, Outcome.RELEASED)
-    decode.wait_until(lambda: tables(decode) == EMPTY)
-    assert outcomes(decode, "d-x") == []
 
 
 # The courier's own end.

@@ -195,6 +195,26 @@ def test_ipv6():
     HandshakeServer("::1", 0, lambda payload: payload, MAX_BYTES).close()
 
 
+def test_an_answer_that_cannot_be_sent_harms_nobody(serve, open_channel, monkeypatch):
+    """ZMQ may refuse one, e.g. when the asker does not read: the asker asks again."""
+    address = serve(lambda payload: payload)
+    refused = threading.Event()
+    sent = zmq.Socket.send_multipart
+
+    def send_multipart(self, frames, *flags, **options):
+        if frames[-1] == b"first" and self.type == zmq.ROUTER:
+            refused.set()
+            raise zmq.Again()
+        return sent(self, frames, *flags, **options)
+
+    monkeypatch.setattr(zmq.Socket, "send_multipart", send_multipart)
+    channel = open_channel(D)
+    channel.ask(address, b"first")
+    assert refused.wait(WAIT_S)
+    channel.ask(address, b"second")
+    assert take_answers(channel) == [(address, b"second")]
+
+
 # Messages.
 
 

@@ -65,6 +65,8 @@ def serve_until_stopped(application: Any, listener: socket.socket) -> None:
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=_GRACE_S,
+            # The router keeps connections; closing one under it would fail its next request.
+            timeout_keep_alive=75,
         ),
         ready_line=f"kvcourier ready {url_of(listener)}",
     )
@@ -90,6 +92,12 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             print(self._ready_line, flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # An embedded instance ends its running requests with an error of their own.
+        state = getattr(self.config.app, "state", None)
+        getattr(state, "begin_stop", lambda: None)()
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

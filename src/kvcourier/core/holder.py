@@ -162,19 +162,19 @@ class Holder:
             self._deliveries.end(delivery)
         if delivery is None or delivery.state is not DeliveryState.QUARANTINED:
             self._space.send(peer, Fenced(self._space.sender, message.request_id, message.epoch))
-        hold = self._find(message.name, peer, message.request_id)
+        hold = self._find(message.name, peer, RequestId(message.request_id))
         if hold is not None:
-            self._serve(hold, peer, message.consumers, _CANCELLED)
+            self._serve(hold, message, _CANCELLED)
 
     def on_collected(self, message: Collected) -> None:
         """A wanter's rank has read the KV, or does not need it."""
         peer = message.sender.peer()
         self._drop_waiting((peer, RequestId(message.request_id)))
-        hold = self._find(message.name, peer, message.request_id)
+        hold = self._find(message.name, peer, RequestId(message.request_id))
         if hold is not None:
             how = "read" if message.read else "not_needed"
-            self._serve(hold, peer, message.consumers, how)
-        elif not self._ended.served(message.name, peer):
+            self._serve(hold, message, how)
+        elif not self._ended.served(message.name, peer, RequestId(message.request_id)):
             self._space.counts[Counted.STALE_REFUSED] += 1
 
     def on_renew(self, message: Renew) -> None:
@@ -184,13 +184,14 @@ class Holder:
         served: list[str] = []
         unknown: list[str] = []
         for item in message.items:
-            hold = self._find(item.name, peer, item.request_id)
+            request_id = RequestId(item.request_id)
+            hold = self._find(item.name, peer, request_id)
             if hold is not None and hold.state in (HoldState.COMPUTING, HoldState.HELD):
                 self._leases.renew(hold.request_id, self._space.now, self._lease_s)
                 known.append(item.request_id)
-            elif (peer, RequestId(item.request_id)) in self._waiting:
+            elif (peer, request_id) in self._waiting:
                 known.append(item.request_id)
-            elif self._ended.served(item.name, peer):
+            elif self._ended.served(item.name, peer, request_id):
                 served.append(item.request_id)
             else:
                 unknown.append(item.request_id)
@@ -271,10 +272,8 @@ class Holder:
 
     def _attach(self, hold: Hold, registration: Registration) -> None:
         """A registration meets its hold."""
-        rival = any(
-            delivery.registration.peer == registration.peer for delivery in hold.deliveries.values()
-        )
-        if rival or not hold.bind(registration.peer, registration.message.consumers):
+        message = registration.message
+        if not hold.bind(registration.peer, registration.request_id, message.consumers):
             self._space.leave_peer(registration.address, registration.request_id)
             self._deliveries.refuse(registration, "this prompt's KV is promised to another request")
             return
@@ -286,7 +285,7 @@ class Holder:
             hold.request_id,
             "registered",
             by=str(registration.peer),
-            first_token=registration.message.first_token,
+            first_token=message.first_token,
             while_computing=hold.state is HoldState.COMPUTING,
         )
         peer = self._use_peer(registration)
@@ -340,22 +339,21 @@ class Holder:
 
     # Holds.
 
-    def _find(self, name: HoldName, peer: PeerRank, wanter_request_id: str) -> Hold | None:
+    def _find(self, name: HoldName, peer: PeerRank, request_id: RequestId) -> Hold | None:
         """The hold a message means; a hold id that does not match means: not this one."""
-        delivery = self._by_delivery.get((peer, RequestId(wanter_request_id)))
+        delivery = self._by_delivery.get((peer, request_id))
         if delivery is not None:
             return delivery.hold
-        request_id = self._rendezvous.find(claim_of(name, peer, RequestId(wanter_request_id)))
-        hold = self._holds.get(request_id) if request_id is not None else None
+        found = self._rendezvous.find(claim_of(name, peer, request_id))
+        hold = self._holds.get(found) if found is not None else None
         if hold is None or name.hold_id not in (None, hold.hold_id):
             return None
         return hold
 
-    def _serve(
-        self, hold: Hold, peer: PeerRank, consumers: list[tuple[int, int]], how: str
-    ) -> None:
+    def _serve(self, hold: Hold, message: Cancel | Collected, how: str) -> None:
         """One of the wanter's ranks needs nothing more from us."""
-        if not hold.bind(peer, consumers):
+        peer = message.sender.peer()
+        if not hold.bind(peer, RequestId(message.request_id), message.consumers):
             self._space.counts[Counted.STALE_REFUSED] += 1
             return
         hold.served.setdefault(peer.rank, how)

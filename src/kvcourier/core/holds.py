@@ -27,6 +27,9 @@ from kvcourier.ids import (
 DeliveryKey = tuple[PeerRank, RequestId]
 """A wanter's rank and *its* request id: what a registration is known by."""
 
+Wanter = tuple[EngineId, Incarnation, RequestId]
+"""One request of one life of one instance: the only one that may have a hold."""
+
 
 @dataclass(slots=True)
 class Registration:
@@ -87,7 +90,7 @@ class Delivery:
 class Hold:
     """One prompt's KV.
 
-    `bound` is the one life of one instance that may have it; `needed` are its ranks that take
+    `bound` is the one request that may have it; `needed` are the ranks of its instance that take
     something from ours, `served` those that have it or want it no more, each with how.
     """
 
@@ -98,22 +101,18 @@ class Hold:
     block_ids: BlockGroups = ()
     num_tokens: int = 0
     deliveries: dict[DeliveryKey, Delivery] = field(default_factory=dict)
-    bound: tuple[EngineId, Incarnation] | None = None
+    bound: Wanter | None = None
     needed: set[Rank] = field(default_factory=set)
     served: dict[Rank, str] = field(default_factory=dict)
     reason: str = ""
 
-    def bind(self, peer: PeerRank, consumers: list[tuple[int, int]]) -> bool:
-        """Let this life of this instance have it; False if another one does, or it makes no sense.
-
-        A second registration by the same rank for another of its requests is refused as well:
-        one hold serves one request.
-        """
-        life = (peer.engine_id, peer.incarnation)
+    def bind(self, peer: PeerRank, request_id: RequestId, consumers: list[tuple[int, int]]) -> bool:
+        """Let this request of the peer have it; False if another one does, or it makes no sense."""
+        wanter = wanter_of(peer, request_id)
         ranks = {Rank(*pair) for pair in consumers}
-        if self.bound not in (None, life) or peer.rank not in ranks:
+        if self.bound not in (None, wanter) or peer.rank not in ranks:
             return False
-        self.bound = life
+        self.bound = wanter
         self.needed |= ranks
         return True
 
@@ -129,7 +128,7 @@ class EndedHold:
 
     hold_id: HoldId
     served: frozenset[Rank]
-    bound: tuple[EngineId, Incarnation] | None
+    bound: Wanter | None
     reason: str
 
 
@@ -157,12 +156,12 @@ class EndedHolds:
             return self._ended[key]
         return self._ended.get(RequestId(name.request_id)) if name.request_id else None
 
-    def served(self, name: HoldName, peer: PeerRank) -> bool:
-        """Whether this rank got all it wanted of this very hold before it ended."""
+    def served(self, name: HoldName, peer: PeerRank, request_id: RequestId) -> bool:
+        """Whether this rank got all its request wanted of this very hold before it ended."""
         ended = self.find(name)
         return (
             ended is not None
-            and ended.bound == (peer.engine_id, peer.incarnation)
+            and ended.bound == wanter_of(peer, request_id)
             and peer.rank in ended.served
             and name.hold_id in (None, ended.hold_id)
         )
@@ -170,4 +169,9 @@ class EndedHolds:
 
 def claim_of(name: HoldName, peer: PeerRank, request_id: RequestId) -> Claim:
     """How a wanter's message names a hold."""
-    return Claim(name, (peer.engine_id, peer.incarnation, request_id), request_id)
+    return Claim(name, wanter_of(peer, request_id), request_id)
+
+
+def wanter_of(peer: PeerRank, request_id: RequestId) -> Wanter:
+    """The request behind a message of one of its ranks."""
+    return peer.engine_id, peer.incarnation, request_id

@@ -1,9 +1,9 @@
 """A prefill and a decode instance on this machine, compared with a single one.
 
-Reading path: `run.py` (the order of events), `traffic.py` (what a transfer did), `report.py`
-(medians, table, JSON, verdict), `prompts.py`, `processes.py` (children that are always stopped;
-the end-to-end tests use it too). One request and what its reader sees: `kvcourier.probe.client`.
+Reading path: `run.py` (the order of events), `client.py` (one request and what its reader sees),
+`traffic.py` (what a transfer did), `report.py` (medians, table, JSON, verdict), `prompts.py`,
+`processes.py` (children that are always stopped; the end-to-end tests use it too).
 
-Common changes: a new column goes through `probe.client.Answer` or `traffic.Traffic`, then
+Common changes: a new column goes through `client.Answer` or `traffic.Traffic`, then
 `report.py`.
 """

@@ -15,11 +15,11 @@ import httpx
 from rich.console import Console
 
 from kvcourier.config import TransferMode
+from kvcourier.demo.client import Answer, RequestFailed, complete
 from kvcourier.demo.processes import Child, Children
 from kvcourier.demo.prompts import PROMPTS, WARM_UP
 from kvcourier.demo.report import ModeResult, Report, Sample
 from kvcourier.demo.traffic import StoryMissing, read_traffic
-from kvcourier.probe.client import Answer, RequestFailed, complete
 
 PROGRAM = (sys.executable, "-m", "kvcourier")
 """What the children run, before their own arguments."""

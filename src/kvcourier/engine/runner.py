@@ -8,11 +8,15 @@ import inspect
 from collections.abc import Sequence
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvcourier.engine.attention import BATCH_ARGUMENT, Chunk, build_batch
 from kvcourier.engine.kv_cache import KVCache
 from kvcourier.engine.models import LoadedModel
 from kvcourier.engine.scheduler import Work
+
+# Not cuDNN: it builds a plan for every new shape, and a decode step's shape is always new.
+ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class ModelRunner:
@@ -43,12 +47,13 @@ class ModelRunner:
         paged = build_batch(chunks, self._cache)
         rows = paged.last_rows[[index for index, work in enumerate(batch) if work.completes]]
         selection = {"logits_to_keep": rows} if self._can_select else {}
-        output = self._module(
-            input_ids=paged.token_ids,
-            position_ids=paged.positions,
-            use_cache=False,
-            **{BATCH_ARGUMENT: paged},
-            **selection,
-        )
+        with sdpa_kernel(ATTENTION_BACKENDS):
+            output = self._module(
+                input_ids=paged.token_ids,
+                position_ids=paged.positions,
+                use_cache=False,
+                **{BATCH_ARGUMENT: paged},
+                **selection,
+            )
         logits: torch.Tensor = output.logits[0]
         return (logits if self._can_select else logits[rows]).float()

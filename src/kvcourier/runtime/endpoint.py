@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kvcourier.config import EndpointConfig
+from kvcourier.config import EndpointConfig, TransferMode
 from kvcourier.core import handshake
 from kvcourier.core.endpoint import Endpoint as RankEndpoint
 from kvcourier.core.events import (
@@ -88,7 +88,7 @@ class KvEndpoint:
         self._reports: deque[Report] = deque()
         self._on_report: Callable[[], None] = lambda: None
         self._num_holds = 0
-        self._hold_ids: dict[RequestId, HoldId] = {}
+        self._computing: dict[RequestId, tuple[HoldId, TransferKey | None]] = {}
         self._lock = threading.Lock()
         self._unix_offset_s = time.time() - time.monotonic()
         self._closed = False
@@ -175,7 +175,7 @@ class KvEndpoint:
         with self._lock:
             self._num_holds += 1
             hold_id = HoldId(f"{self.incarnation}:{self._num_holds}")
-            self._hold_ids[request_id] = hold_id
+            self._computing[request_id] = (hold_id, key)
         self._submit(HoldBegun(request_id, hold_id, key))
 
     def finish_prefill(
@@ -187,8 +187,8 @@ class KvEndpoint:
         self._submit(PrefillFinished(request_id, groups, num_tokens))
         host, port = self._side_channel_address()
         with self._lock:
-            hold_id = self._hold_ids.pop(request_id)
-        return {
+            hold_id, key = self._computing.pop(request_id)
+        params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": [list(group) for group in groups],
@@ -203,7 +203,12 @@ class KvEndpoint:
             "remote_blocks_expiry_time": None,
             "remote_hold_id": hold_id,
             "remote_incarnation": self.incarnation,
+            # Any of our modes works with these; a router that tells vLLM's two apart reads this.
+            "transfer_mode": min(self.config.modes, key=list(TransferMode).index).value,
         }
+        if key is not None:
+            params |= {"transfer_id": key.transfer_id, "part": key.part}
+        return params
 
     # Wanting (D).
 
@@ -237,7 +242,7 @@ class KvEndpoint:
         """The request has ended early; see runtime.interface."""
         if self._requests.abort(request_id):
             with self._lock:
-                self._hold_ids.pop(request_id, None)
+                self._computing.pop(request_id, None)
             self._submit(RequestAborted(request_id))
 
     # Looking.

@@ -5,8 +5,8 @@ import json
 import httpx
 import pytest
 
-from kvcourier.probe.client import RequestFailed, complete
-from probe_servers import chunk, client_of, stream
+from completion_streams import chunk, client_of, stream
+from kvcourier.demo.client import RequestFailed, complete
 
 
 def test_tokens_text_and_times_are_gathered() -> None:
