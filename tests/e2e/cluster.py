@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from e2e.client import Stream, streaming
 from kvcourier.demo.processes import Child, Children
-from kvcourier.probe.client import Answer, complete
 
 WAIT_S = 60.0
 BLOCK_SIZE = 16
@@ -154,14 +155,24 @@ class Server:
         mode: str | None = None,
         num_tokens: int = NUM_TOKENS,
         **fields: Any,
-    ) -> Answer:
-        """Have a prompt continued, streaming, and read the answer to its end."""
-        return complete(
-            self.client,
-            self.url,
-            body_of(prompt, num_tokens, **fields),
-            headers=mode_header(mode),
-        )
+    ) -> Stream:
+        """Have a prompt continued and read the answer to its good end."""
+        with self.streaming(prompt, mode, num_tokens, **fields) as stream:
+            stream.read()
+        assert stream.response.status_code == 200, (stream.error, self.log())
+        assert stream.is_done and stream.error is None, (stream.error, self.log())
+        return stream
+
+    def streaming(
+        self,
+        prompt: Sequence[int],
+        mode: str | None = None,
+        num_tokens: int = NUM_TOKENS,
+        **fields: Any,
+    ) -> AbstractContextManager[Stream]:
+        """Have a prompt continued; the client leaves at the end of the block."""
+        body = body_of(prompt, num_tokens, **fields)
+        return streaming(self.client, self.url, body, mode_header(mode))
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples with these labels; 0 if there are none."""

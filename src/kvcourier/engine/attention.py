@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as functional
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
 from kvcourier.engine.kv_cache import CacheShape, KVCache, Slots
@@ -115,10 +116,12 @@ def build_batch(chunks: Sequence[Chunk], cache: KVCache) -> PagedBatch:
 
 def _plan_prefill(chunk: Chunk, first: int, cache: KVCache) -> _Prefill:
     count = len(chunk.token_ids)
-    mask = None
-    if chunk.start:
-        mask = torch.ones(count, chunk.stop, dtype=torch.bool, device=cache.device)
-        mask = mask.tril(chunk.start)
+    mask: torch.Tensor | None = None
+    if chunk.start and cache.device.type == "cuda":
+        # Understood by flash attention, which takes no mask tensor.
+        mask = causal_lower_right(count, chunk.stop)
+    elif chunk.start:
+        mask = torch.ones(count, chunk.stop, dtype=torch.bool).tril(chunk.start)
     return _Prefill(first, count, chunk.start, _block_table([chunk], cache), mask)
 
 
