@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvcourier.cli.listening import bind, serve_until_stopped
+from kvcourier.http_server import bind, serve_until_stopped
 
 WARM_UP_TOKENS = 4
 

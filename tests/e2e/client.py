@@ -6,47 +6,51 @@ Decides what of a stream is kept. Refuses to judge it: an error is as good an an
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
 
-@dataclass
 class Stream:
-    """What has come so far; `response` is open while the `with` block of `streaming` is."""
+    """What has come so far; more can be read while the `with` block of `streaming` runs.
 
-    response: httpx.Response
-    token_ids: list[int] = field(default_factory=list)
-    error: dict[str, Any] | None = None
-    is_done: bool = False
+    Attributes:
+        error: the error object of a bad status or of an error event; for a connection that broke
+            without a word, one with an empty message.
+        is_done: whether the stream has ended with `[DONE]`.
+    """
+
+    def __init__(self, response: httpx.Response) -> None:
+        self.response = response
+        self.token_ids: list[int] = []
+        self.error: dict[str, Any] | None = None
+        self.is_done = False
+        self._rest = self._events()
 
     def read(self, num_tokens: int | None = None) -> "Stream":
-        """Read up to so many tokens, or to the end.
-
-        A connection that breaks without a word is kept as an error without a message.
-        """
-        try:
-            for event in self._events():
-                self.error = event.get("error", self.error)
-                for choice in event.get("choices", ()):
-                    self.token_ids += choice.get("token_ids") or ()
-                if num_tokens is not None and len(self.token_ids) >= num_tokens:
-                    return self
-        except httpx.TransportError as error:
-            self.error = {"message": "", "torn": repr(error)}
+        """Read until there are so many tokens, or to the end."""
+        while num_tokens is None or len(self.token_ids) < num_tokens:
+            event = next(self._rest, None)
+            if event is None:
+                break
+            self.error = event.get("error", self.error)
+            for choice in event.get("choices", ()):
+                self.token_ids += choice.get("token_ids") or ()
         return self
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        if self.response.status_code != 200:
-            yield json.loads(self.response.read())
-            return
-        for line in self.response.iter_lines():
-            data = line.removeprefix("data:").strip()
-            if data == "[DONE]":
-                self.is_done = True
-            elif data:
-                yield json.loads(data)
+        try:
+            if self.response.status_code != 200:
+                yield json.loads(self.response.read())
+                return
+            for line in self.response.iter_lines():
+                data = line.removeprefix("data:").strip()
+                if data == "[DONE]":
+                    self.is_done = True
+                elif data:
+                    yield json.loads(data)
+        except httpx.TransportError as error:
+            yield {"error": {"message": "", "torn": repr(error)}}
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Decides ports, flags and what counts as idle. Refuses to know what is tested. Al
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,24 @@ class Server:
         """Have a prompt continued; the client leaves at the end of the block."""
         body = body_of(prompt, num_tokens, **fields)
         return streaming(self.client, self.url, body, mode_header(mode))
+
+    @contextlib.contextmanager
+    def sent(
+        self,
+        prompt: Sequence[int],
+        mode: str | None = None,
+        num_tokens: int = NUM_TOKENS,
+        **fields: Any,
+    ) -> Iterator[HTTPConnection]:
+        """Send a request without waiting for anything; the client leaves at the block's end."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        content = json.dumps(body_of(prompt, num_tokens, **fields))
+        headers = {"Content-Type": "application/json", **mode_header(mode)}
+        try:
+            connection.request("POST", "/v1/completions", content, headers)
+            yield connection
+        finally:
+            connection.close()
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples with these labels; 0 if there are none."""

@@ -1,7 +1,6 @@
 """Prefill on one instance and decode on another give the tokens of a single instance."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -9,7 +8,7 @@ import pytest
 
 from e2e.cluster import BLOCK_SIZE, CHUNK_TOKENS, MODES, NUM_TOKENS, Cluster
 from e2e.pairs import QWEN3, Pair, Zoo
-from engine.rig import generate, random_prompt, reference, running_engine
+from engine.rig import generate, random_prompt, reference
 from kvcourier.engine.engine import Engine
 
 LENGTHS = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * CHUNK_TOKENS + 5)

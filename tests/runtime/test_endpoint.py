@@ -1,12 +1,12 @@
 """Two instances in one process, real couriers and sockets, memory transport."""
 
 import pytest
-from endpoint_rig import Rig
-from layout_builders import PlacementStyle
 
+from endpoint_rig import Rig
 from kvcourier.layout import CacheLayout
 from kvcourier.runtime.reports import Outcome
 from kvcourier.transport.memory import MemoryNetwork, MemoryTransport
+from layout_builders import PlacementStyle
 
 
 @pytest.fixture

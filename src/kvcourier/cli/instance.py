@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from kvcourier.cli.listening import bind, serve_until_stopped
 from kvcourier.cli.serve import Dtype, LoadFailurePolicy, Role
 from kvcourier.config import (
     CourierConfig,
@@ -20,6 +19,7 @@ from kvcourier.config import (
     TransferMode,
     side_channel_address,
 )
+from kvcourier.http_server import bind, serve_until_stopped
 from kvcourier.ids import AgentName, EngineId
 from kvcourier.layout.geometry import CacheLayout
 from kvcourier.transport.interface import Transport

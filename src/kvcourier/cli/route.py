@@ -76,7 +76,7 @@ def route(
     \b
       --prefill http://p1:8000,engine_id=p1,kv_host=p1,kv_port=5600,tp_size=2
     """
-    from kvcourier.cli.listening import bind, serve_until_stopped
+    from kvcourier.http_server import bind, serve_until_stopped
     from kvcourier.router.app import create_app
 
     settings = RouterConfig(

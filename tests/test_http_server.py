@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvcourier.cli.listening import bind, url_of
 from kvcourier.demo.processes import Child, Children
 from kvcourier.errors import ConfigError
+from kvcourier.http_server import bind, url_of
 
 LIMIT_S = 30
 # Instances that are not there are no reason for a router not to start.
@@ -22,7 +22,7 @@ import asyncio
 from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
-from kvcourier.cli.listening import bind, serve_until_stopped
+from kvcourier.http_server import bind, serve_until_stopped
 
 async def endless():
     while True:
@@ -39,7 +39,7 @@ BROKEN = """
 from contextlib import asynccontextmanager
 from starlette.applications import Starlette
 from kvcourier.cli.app import app
-from kvcourier.cli.listening import bind, serve_until_stopped
+from kvcourier.http_server import bind, serve_until_stopped
 
 @asynccontextmanager
 async def lifespan(_):
@@ -106,7 +106,6 @@ def test_a_failed_start_is_one_sentence_and_exit_code_1() -> None:
 
 def test_a_taken_port_is_refused_at_once() -> None:
     with bind("127.0.0.1", 0) as listener:
-        listener.listen()
         port = listener.getsockname()[1]
         done = subprocess.run(
             [*ROUTE, "--port", str(port)], capture_output=True, text=True, timeout=LIMIT_S
@@ -115,10 +114,13 @@ def test_a_taken_port_is_refused_at_once() -> None:
     assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in done.stderr
 
 
-@pytest.mark.parametrize("host", ["256.0.0.1", "not a host"])
-def test_a_host_that_is_not_here(host: str) -> None:
+@pytest.mark.parametrize(
+    ("host", "port"),
+    [("256.0.0.1", 0), ("not a host", 0), ("a..b", 0), ("203.0.113.1", 0), ("127.0.0.1", 70000)],
+)
+def test_an_address_that_is_not_here(host: str, port: int) -> None:
     with pytest.raises(ConfigError, match="cannot listen at"):
-        bind(host, 0)
+        bind(host, port)
 
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1")])
