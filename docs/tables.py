@@ -23,6 +23,7 @@ from kvcourier.cli.route import route
 from kvcourier.cli.serve import serve
 from kvcourier.config import CourierConfig, EndpointConfig, Limits, Timing
 from kvcourier.engine.config import EngineConfig
+from kvcourier.probe.run import ProbeConfig
 from kvcourier.router.config import RouterConfig, RouterLimits, Timeouts
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -36,6 +37,7 @@ SETTINGS: tuple[type, ...] = (
     RouterConfig,
     Timeouts,
     RouterLimits,
+    ProbeConfig,
 )
 _MORE_TEXT = {
     "timing": "every duration: see `Timing`.",

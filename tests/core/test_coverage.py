@@ -23,6 +23,7 @@ def tiles(draw):
     return span, layers
 
 
+@pytest.mark.slow
 @given(start=st.integers(0, 6), length=st.integers(1, 14), landed=st.lists(tiles(), max_size=14))
 def test_any_tiles_in_any_order(start, length, landed):
     stop = start + length
@@ -37,6 +38,7 @@ def test_any_tiles_in_any_order(start, length, landed):
         assert coverage.complete is (not missing)
 
 
+@pytest.mark.slow
 @given(
     length=st.integers(1, 12),
     order=st.randoms(use_true_random=False),

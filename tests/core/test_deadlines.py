@@ -1,5 +1,6 @@
 """Deadlines against a plain list of (name, time) that is searched from end to end."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -55,7 +56,7 @@ class DeadlinesAgainstAList(RuleBasedStateMachine):
             assert self.deadlines.at(name) == at
 
 
-TestDeadlinesAgainstAList = DeadlinesAgainstAList.TestCase
+TestDeadlinesAgainstAList = pytest.mark.slow(DeadlinesAgainstAList.TestCase)
 TestDeadlinesAgainstAList.settings = settings(stateful_step_count=30, max_examples=100)
 
 
@@ -104,6 +105,7 @@ def test_names_that_cannot_be_compared_may_be_due_together():
     assert deadlines.take_due(1.0) == ["text", 3, ("pair", 1), frozenset()]
 
 
+@pytest.mark.slow
 @given(
     num_live=st.integers(0, 40),
     moves=st.lists(st.tuples(st.integers(0, 39), TIMES), min_size=500, max_size=500),

@@ -50,7 +50,7 @@ class FlightsAgainstAList(RuleBasedStateMachine):
             assert self.table.owner(operation_id) == dict(self.plain).get(operation_id)
 
 
-TestFlightsAgainstAList = FlightsAgainstAList.TestCase
+TestFlightsAgainstAList = pytest.mark.slow(FlightsAgainstAList.TestCase)
 TestFlightsAgainstAList.settings = settings(stateful_step_count=30, max_examples=50)
 
 

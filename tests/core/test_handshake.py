@@ -361,6 +361,7 @@ def test_the_rank_with_a_bad_placement_is_named():
 # Fuzz.
 
 
+@pytest.mark.slow
 @given(offer=wire(Offer))
 @FUZZ
 def test_any_offer_of_the_right_types(offer):
@@ -372,6 +373,7 @@ def test_any_offer_of_the_right_types(offer):
         assert str(error)
 
 
+@pytest.mark.slow
 @given(asked=wire(HandshakeRequest))
 @FUZZ
 def test_any_request_of_the_right_types_is_answered(asked):
@@ -379,6 +381,7 @@ def test_any_request_of_the_right_types_is_answered(asked):
     assert msgspec.msgpack.decode(reply, type=HandshakeAccepted | HandshakeRefused)
 
 
+@pytest.mark.slow
 @given(path=st.sampled_from([path for path, _ in HOSTILE]), data=st.data())
 @FUZZ
 def test_any_value_in_any_place_of_an_offer(path, data):
@@ -412,6 +415,7 @@ def test_damaged_bytes_are_refused_or_understood():
             read(bytes(damaged))
 
 
+@pytest.mark.slow
 @given(payload=st.binary(max_size=100))
 @FUZZ
 def test_random_bytes(payload):

@@ -1,5 +1,6 @@
 """The lease table against a plain list of leases, and the trap that leaked blocks elsewhere."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -69,7 +70,7 @@ class LeasesAgainstAList(RuleBasedStateMachine):
         assert all(request_id in self.table for request_id, _ in self.plain)
 
 
-TestLeasesAgainstAList = LeasesAgainstAList.TestCase
+TestLeasesAgainstAList = pytest.mark.slow(LeasesAgainstAList.TestCase)
 TestLeasesAgainstAList.settings = settings(stateful_step_count=40, max_examples=100)
 
 

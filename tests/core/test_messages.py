@@ -59,6 +59,7 @@ def is_taken(payload: bytes, limits: Limits = LIMITS) -> bool:
 # Round trips.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_decode_undoes_encode(kind):
     @given(message=wire(kind))
@@ -173,6 +174,7 @@ def test_every_single_bit_flipped(name):
     assert refused > len(payload), "flips in field names and types must be refused"
 
 
+@pytest.mark.slow
 def test_bytes_moved_doubled_dropped_and_mixed():
     """20,000 damaged messages from a fixed seed."""
     chance = random.Random(20_000)
@@ -197,6 +199,7 @@ def test_bytes_moved_doubled_dropped_and_mixed():
     assert taken < 10_000, "most damage is noticed"
 
 
+@pytest.mark.slow
 @given(payload=st.binary(max_size=200), prefixed=st.booleans())
 @FUZZ
 def test_random_bytes(payload, prefixed):
@@ -215,6 +218,7 @@ json_like = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(name=st.sampled_from(sorted(MESSAGES)), value=json_like, data=st.data())
 @FUZZ
 def test_any_value_in_any_field(name, value, data):

@@ -316,12 +316,14 @@ def is_understood(params: object) -> None:
         assert intent is None or isinstance(intent, HoldIntent | PullIntent | PushIntent)
 
 
+@pytest.mark.slow
 @given(params=anything | st.dictionaries(st.sampled_from(KEYS), anything, max_size=12))
 @settings(max_examples=250)
 def test_any_json_gives_an_intent_or_a_refusal(params):
     is_understood(params)
 
 
+@pytest.mark.slow
 @given(
     whole=st.sampled_from([HOLD, PUSH, PULL]),
     changes=st.dictionaries(st.sampled_from(KEYS), anything, min_size=1, max_size=3),
@@ -331,6 +333,7 @@ def test_good_params_with_anything_in_some_places(whole, changes):
     is_understood(whole | changes)
 
 
+@pytest.mark.slow
 @given(whole=st.sampled_from([HOLD, PUSH, PULL]), left_out=st.sets(st.sampled_from(KEYS)))
 @settings(max_examples=300)
 def test_good_params_with_any_keys_missing(whole, left_out):

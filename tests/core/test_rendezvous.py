@@ -153,7 +153,7 @@ class RendezvousAgainstAScan(RuleBasedStateMachine):
         assert all(registration in self.rendezvous for registration, _ in self.scan.waiting)
 
 
-TestRendezvousAgainstAScan = RendezvousAgainstAScan.TestCase
+TestRendezvousAgainstAScan = pytest.mark.slow(RendezvousAgainstAScan.TestCase)
 TestRendezvousAgainstAScan.settings = settings(stateful_step_count=30, max_examples=150)
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +232,11 @@ class Cluster:
     decode: Server
     router: Server
 
+    @property
+    def servers(self) -> tuple[Server, Server, Server]:
+        """All processes."""
+        return self.prefill, self.decode, self.router
+
     def wait_idle(self) -> None:
         """Until both instances have all of their blocks."""
         self.prefill.wait_idle()
@@ -278,10 +283,21 @@ def running_cluster(log_dir: Path, *flags: str) -> Iterator[Cluster]:
         router = start(
             "router", "route", f"--prefill={prefill.url}", f"--decode={decode.url}", "--mode=pull"
         )
-        for server in (prefill, decode, router):
+        cluster = Cluster(prefill, decode, router)
+        for server in cluster.servers:
             server.wait_ready()
         wait_known(router)
-        yield Cluster(prefill, decode, router)
+        yield cluster
+
+
+@contextlib.contextmanager
+def short_of_blocks(instance: Server) -> Iterator[Stream]:
+    """A request of the instance's own leaves too few blocks for a prompt of 2,700 tokens."""
+    prompt = [index % 251 for index in range(1500)]
+    with instance.streaming(prompt, num_tokens=2500) as blocker:
+        blocker.read(1)
+        yield blocker
+        assert not blocker.is_done, "it did not last"
 
 
 def wait_known(router: Server) -> None:
@@ -320,3 +336,23 @@ def sum_samples(text: str, name: str, labels: Mapping[str, str]) -> float:
         for sample in family.samples
         if sample.name == name and labels.items() <= sample.labels.items()
     )
+
+
+def error_of(connection: HTTPConnection) -> dict[str, Any]:
+    """The error that ends the answer to a request that was `sent`.
+
+    One with an empty message for a connection that breaks without a word or ends like a good one.
+    """
+    try:
+        response = connection.getresponse()
+        content = response.read()
+    except (OSError, HTTPException) as error:
+        return {"message": "", "torn": repr(error)}
+    if response.status != 200:
+        try:
+            return {**json.loads(content)["error"], "status": response.status}
+        except ValueError:
+            return {"message": "", "status": response.status, "content": content[:200].decode()}
+    last = [line for line in content.decode().splitlines() if line.startswith("data:")][-1:]
+    event = json.loads(last[0].removeprefix("data:")) if last and "{" in last[0] else {}
+    return event.get("error") or {"message": "", "content": content[-200:].decode()}

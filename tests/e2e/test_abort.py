@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from e2e.cluster import MODES, NUM_TOKENS, Cluster, Server, until
+from e2e.cluster import MODES, NUM_TOKENS, Cluster, Server, short_of_blocks, until
 from engine.rig import generate, random_prompt
 from kvcourier.engine.engine import Engine
 
@@ -17,15 +17,6 @@ EXPIRY_COUNTERS = (
     "kvcourier_registrations_expired_total",
     "kvcourier_quarantines_expired_total",
 )
-
-
-@contextlib.contextmanager
-def short_of_blocks(server: Server) -> Iterator[None]:
-    """A request of the instance's own leaves too few blocks for a long prompt meanwhile."""
-    with server.streaming(random_prompt(1500, seed="blocker"), num_tokens=2500) as blocker:
-        blocker.read(1)
-        yield
-        assert not blocker.is_done
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from e2e.cluster import CHUNK_TOKENS, MODES, Cluster, until
+from e2e.cluster import BLOCK_SIZE, CHUNK_TOKENS, MODES, Cluster, until
 from engine.rig import random_prompt
 
 NUM_PROMPT_TOKENS = 100 * CHUNK_TOKENS
@@ -24,7 +24,7 @@ def test_registration_comes_before_prefill_ends(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_couriers_post_and_engines_do_not(cluster: Cluster, mode: str) -> None:
-    answer = cluster.router.ask(random_prompt(200, seed=f"courier-{mode}"), mode)
+    answer = cluster.router.ask(random_prompt(13 * BLOCK_SIZE, seed=f"courier-{mode}"), mode)
     transfer_id = answer.response.headers["x-kv-transfer-id"]
     cluster.wait_idle()
     poster, other = cluster.prefill, cluster.decode
@@ -34,7 +34,7 @@ def test_couriers_post_and_engines_do_not(cluster: Cluster, mode: str) -> None:
     posted = entries(poster.story(transfer_id), "posted")
     assert {entry["operation"] for entry in posted} == {"WRITE" if mode == "push" else "READ"}
     assert all(entry["posting_thread"].startswith("kv-courier") for entry in posted)
-    assert sum(entry["bytes"] for entry in posted) == 200 * bytes_per_token()
+    assert sum(entry["bytes"] for entry in posted) == 13 * BLOCK_SIZE * bytes_per_token()
     assert entries(other.story(transfer_id), "posted") == []
 
 

@@ -13,7 +13,7 @@ from kvcourier.ids import Rank, RequestId, TransferId, TransferKey
 from kvcourier.runtime.requests import RequestTable
 
 FAILURES = frozenset({Outcome.RECEIVE_FAILED, Outcome.SEND_FAILED})
-IDS = [RequestId(f"r{index}") for index in range(4)]
+IDS = [RequestId(f"r{index}") for index in range(2)]
 KEYS = [None, *(TransferKey(TransferId(f"t{index}"), 0) for index in range(2))]
 
 
@@ -168,7 +168,7 @@ class RequestsAgainstALog(RuleBasedStateMachine):
         self.finished.append(self.live.pop(request_id))
 
 
-TestRequestsAgainstALog = RequestsAgainstALog.TestCase
+TestRequestsAgainstALog = pytest.mark.slow(RequestsAgainstALog.TestCase)
 TestRequestsAgainstALog.settings = settings(stateful_step_count=40, max_examples=150)
 
 ONE, TWO = Rank(0, 0), Rank(0, 1)
@@ -221,6 +221,15 @@ def test_a_holder_that_failed_on_one_rank_does_not_stop_the_others():
     table = both_ranks(given_up.append)
     assert len(table.report(ONE, Report(R, Outcome.SEND_FAILED, "why"))) == 1
     assert given_up == []
+
+
+def test_an_aborted_request_is_told_nothing_but_its_release():
+    table = both_ranks()
+    assert table.abort(R)
+    assert table.report(ONE, Report(R, Outcome.RECEIVE_FAILED, "why")) == []
+    assert table.report(TWO, Report(R, Outcome.RECEIVED)) == []
+    assert table.report(ONE, Report(R, Outcome.RELEASED)) == []
+    assert table.report(TWO, Report(R, Outcome.RELEASED)) == [Report(R, Outcome.RELEASED)]
 
 
 def test_a_transfer_key_is_free_again_when_its_request_is_gone():

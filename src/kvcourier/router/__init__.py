@@ -1,9 +1,13 @@
 """The OpenAI-compatible router in front of prefill and decode instances.
 
+Decides which instances serve a call, what each is sent and when, and what the client gets if one
+fails. Refuses to know models, prompts and KV caches: what only an instance can judge, it judges.
+
 Reading path: `dispatch` (what happens on each event of a dispatch), `events` (its words), `legs`
 (what each instance is sent), `intake` (what a client may ask), `policy` (which instances serve
 it): these are pure. Then `exchange` (one client call), `attempt` (drives one dispatch of it),
-`upstream` (one leg over HTTP), `instances` (what is known of each instance), `app` (routes).
+`upstream` (one leg over HTTP), `instances` (what is known of each instance), `answers` (what the
+router itself says), `app` (routes), `config`, `metrics`.
 
 Nothing is re-exported here, so that reading settings does not load an HTTP stack:
 `app.create_app(config.RouterConfig(...))` is the way in.

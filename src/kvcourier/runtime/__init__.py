@@ -1,1 +1,15 @@
-"""kvcourier."""
+"""Threads, sockets and clocks around the pure core.
+
+Decides when to look where, how one engine's call reaches every rank, and how the ranks' reports
+become one. Refuses to decide anything about a transfer, and never lets an engine's step wait for
+the network.
+
+Reading path: `interface` (the endpoint as an engine sees it) and `reports`, `courier` (the loop of
+one rank), `side_channel` (ZMQ), `contacts` (connected peers), `mapping_cache` (from a post command
+to descriptors), `endpoint` (all ranks of an instance), `requests` (from reports of ranks to reports
+of the instance), `metrics`.
+
+Common changes: a new command of the core is a case in `courier`; a new call of engines goes through
+`interface`, `endpoint` and the engine's fake in tests/engine/fake_endpoint.py; a new metric goes
+into `metrics` and docs/metrics.md; a new socket or frame concerns `side_channel` alone.
+"""

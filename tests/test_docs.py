@@ -1,0 +1,292 @@
+"""What the pages say exists, exists; what exists and must be documented, is."""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+import runpy
+import textwrap
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import kvcourier
+from kvcourier import config
+from kvcourier.config import CourierConfig, EndpointConfig, Limits, Timing
+from kvcourier.core import handshake, messages, params
+from kvcourier.runtime.endpoint import KvEndpoint
+
+ROOT = Path(__file__).parents[1]
+SOURCE = Path(kvcourier.__file__).parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+ARCHITECTURE = DOCS / "architecture.md"
+PROTOCOL = DOCS / "protocol.md"
+CONFIGURATION = DOCS / "configuration.md"
+GLOSSARY = DOCS / "glossary.md"
+SETTINGS = (EndpointConfig, Timing, Limits, CourierConfig)
+PACKAGES = sorted(
+    name for _, name, is_package in pkgutil.walk_packages([str(SOURCE)]) if is_package
+)
+
+# The words of the project: what a reader of code or pages may have to look up.
+TERMS = (
+    *("prefill instance, P", "decode instance, D", "instance", "engine id", "incarnation"),
+    *("rank", "agent", "agent metadata", "KV cache", "block", "kernel block", "slot", "region"),
+    *("descriptor", "descriptor list", "layout", "replicated KV", "heterogeneous TP"),
+    *("block size ratio", "mapping plan", "side channel", "handshake", "compatibility verdict"),
+    *("registration", "finished blocks", "rendezvous", "transfer id", "push, pull"),
+    *("initiator, target agent", "post", "handle", "notification", "lease", "heartbeat"),
+    *("expired", "quiesced", "quarantined, quarantine", "kv_transfer_params"),
+    *("KV load failure policy", "router", "xPyD", "TTFT, ITL, TPOT", "goodput"),
+    *("hold", "want", "delivery", "link", "story", "courier", "wanter", "holder", "route"),
+    *("unit", "span"),
+)
+
+
+def code_in(text: str) -> set[str]:
+    """Everything between backticks on one line."""
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+def section(page: Path, heading: str) -> str:
+    """The text of one `## heading`, up to the next of its level."""
+    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", page.read_text(), re.M | re.S)
+    assert found, f"{page.name}: expected a section {heading!r}"
+    return found[1]
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """Cells of every body row of the tables in a text."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in rows if not set("".join(row)) <= set("- :")]
+
+
+def struct_fields(module: object) -> dict[str, tuple[str, ...]]:
+    """Public wire types that a module declares itself, with their fields."""
+    return {
+        name: each.__struct_fields__
+        for name, each in vars(module).items()
+        if inspect.isclass(each)
+        and issubclass(each, msgspec.Struct)
+        and each.__module__ == module.__name__
+        and not name.startswith("_")
+    }
+
+
+def literal_strings(function: object) -> set[str]:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    return {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+def keys_read() -> set[str]:
+    """First arguments of the calls by which `parse_params` reads a field."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(params.parse_params)))
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            reader = ast.unparse(node.func)
+            if reader.startswith("fields.") or reader == "params.get":
+                found.add(ast.literal_eval(node.args[0]))
+    return found
+
+
+def keys_returned() -> set[str]:
+    """Keys of the dictionaries that `finish_prefill` builds."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(KvEndpoint.finish_prefill)))
+    return {
+        ast.literal_eval(key)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Dict)
+        for key in node.keys
+        if key is not None
+    }
+
+
+# Links and names of files.
+
+
+def anchor(heading: str) -> str:
+    """The fragment by which GitHub finds a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def headings(page: Path) -> set[str]:
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    return {anchor(each) for each in re.findall(r"^#+ (.+)$", prose, re.M)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_relative_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, fragment = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if fragment:
+            assert fragment in headings(linked), f"{page.name} links to {target}: no such heading"
+
+
+def test_there_are_links_to_check() -> None:
+    assert any("](protocol.md#" in page.read_text() for page in PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_named_on_a_page_exist(page: Path) -> None:
+    names = {
+        name
+        for name in code_in(page.read_text())
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)*/([\w-]+\.(py|md|toml))?", name)
+    }
+    missing = sorted(
+        name for name in names if not ((ROOT / name).exists() or (SOURCE / name).exists())
+    )
+    assert not missing, f"{page.name} names files that are not there: {missing}"
+
+
+def test_architecture_names_every_package() -> None:
+    named = code_in(ARCHITECTURE.read_text())
+    missing = [
+        path
+        for name in PACKAGES
+        if (path := f"src/kvcourier/{name.replace('.', '/')}/") not in named
+    ]
+    assert PACKAGES and not missing, f"give them a line in {ARCHITECTURE.name}: {missing}"
+
+
+def test_architecture_names_enough_files_to_follow_a_request() -> None:
+    life = code_in(section(ARCHITECTURE, "Life of a request"))
+    packages = {name.partition("/")[0] for name in life if name.endswith(".py")}
+    assert {"router", "engine", "runtime", "core", "layout", "transport"} <= packages
+
+
+@pytest.mark.parametrize("name", ["kvcourier", *(f"kvcourier.{name}" for name in PACKAGES)])
+def test_every_package_says_where_to_start_and_what_moves_together(name: str) -> None:
+    text = importlib.import_module(name).__doc__ or ""
+    assert "Reading path: " in text
+    assert "Common changes:" in text
+
+
+@pytest.mark.parametrize("name", ["kvcourier", *(f"kvcourier.{name}" for name in PACKAGES)])
+def test_modules_on_a_reading_path_exist(name: str) -> None:
+    text = importlib.import_module(name).__doc__ or ""
+    folder = SOURCE.joinpath(*name.split(".")[1:])
+    path = text.partition("Reading path: ")[2].partition("\n\n")[0]
+    for module in code_in(path):
+        if re.fullmatch(r"[a-z_]+(\.py)?", module):
+            stem = module.removesuffix(".py")
+            found = (folder / f"{stem}.py").exists() or (folder / stem).is_dir()
+            # A function to begin with may be named beside its module.
+            named = any(f"def {stem}(" in each.read_text() for each in folder.glob("*.py"))
+            assert found or named, f"{name}: no {module}"
+
+
+# The protocol.
+
+
+@pytest.mark.parametrize("module", [messages, handshake], ids=lambda module: module.__name__)
+def test_protocol_names_every_message_and_field(module: object) -> None:
+    named = code_in(PROTOCOL.read_text())
+    structs = struct_fields(module)
+    structs.pop("Message", None)  # the base, of which nothing is sent
+    if module is handshake:
+        # Told in words: the wire form of layout.geometry, which docs/mapping.md explains.
+        structs["GeometryOffer"] = ()
+    assert len(structs) >= 7
+    for name, fields in structs.items():
+        assert name in named, f"{PROTOCOL.name}: no {name}"
+        assert set(fields) <= named, f"{PROTOCOL.name}: {name}: {sorted(set(fields) - named)}"
+
+
+def test_protocol_has_a_row_for_every_message_of_the_wire() -> None:
+    rows = {row[0].strip("`"): row for row in table_rows(section(PROTOCOL, "Messages"))}
+    for each in messages.AnyMessage.__args__:
+        assert each.__name__ in rows
+        own = set(each.__struct_fields__) - {"sender"}
+        told = code_in(rows[each.__name__][3])
+        assert own <= told, f"{each.__name__}: {sorted(own - told)}"
+
+
+def test_protocol_knows_every_key_of_kv_transfer_params() -> None:
+    keys = keys_read() | keys_returned()
+    assert {"do_remote_decode", "remote_block_ids", "remote_incarnation"} <= keys
+    rows = {row[0].strip("`") for row in table_rows(section(PROTOCOL, "kv_transfer_params"))}
+    rows.discard("key")
+    assert rows == keys
+
+
+def shown(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@pytest.mark.parametrize(
+    ("heading", "settings"), [("Deadlines and timers", Timing), ("Limits", Limits)]
+)
+def test_protocol_tells_each_setting_and_its_default(heading: str, settings: type) -> None:
+    rows = {row[0].strip("`"): row[1] for row in table_rows(section(PROTOCOL, heading))}
+    assert rows.pop("name") == "default"
+    assert rows == {each.name: shown(each.default) for each in dataclasses.fields(settings)}
+
+
+def test_protocol_tells_the_present_version() -> None:
+    versions = [row[0] for row in table_rows(section(PROTOCOL, "Version history"))][1:]
+    assert versions[-1] == str(messages.PROTOCOL_VERSION)
+
+
+# Settings.
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings.__name__)
+def test_configuration_names_every_field(settings: type) -> None:
+    page = CONFIGURATION.read_text()
+    name = settings.__name__
+    table = page.partition(f"<!-- {name}:begin -->")[2].partition(f"<!-- {name}:end -->")[0]
+    rows = [row[0].strip("`") for row in table_rows(table)]
+    assert rows == ["field", *(each.name for each in dataclasses.fields(settings))]
+    assert all(row[2] for row in table_rows(table)), f"{name}: a field without a meaning"
+
+
+@pytest.mark.slow
+def test_configuration_is_what_the_code_says() -> None:
+    filled = runpy.run_path(str(DOCS / "tables.py"))["filled"]
+    page = CONFIGURATION.read_text()
+    assert page == filled(page), "run `python docs/tables.py`"
+
+
+def test_configuration_names_every_environment_variable() -> None:
+    rows = {
+        row[0].strip("`") for row in table_rows(section(CONFIGURATION, "Environment variables"))
+    }
+    honoured = {config.SIDE_CHANNEL_HOST_VARIABLE, config.SIDE_CHANNEL_PORT_VARIABLE}
+    assert rows == honoured | {"variable"}
+
+
+# Words.
+
+
+def test_glossary_has_every_term_once() -> None:
+    terms = [row[0] for row in table_rows(GLOSSARY.read_text())]
+    for term in TERMS:
+        assert terms.count(term) == 1, term
+    assert all(row[2] for row in table_rows(GLOSSARY.read_text()))
+
+
+def test_decisions_are_numbered_and_listed() -> None:
+    pages = sorted(page.name for page in (DOCS / "decisions").glob("[0-9]*.md"))
+    assert [int(page[:4]) for page in pages] == list(range(1, len(pages) + 1))
+    listed = (DOCS / "decisions" / "README.md").read_text()
+    for page in pages:
+        text = (DOCS / "decisions" / page).read_text()
+        assert f"]({page})" in listed
+        assert text.startswith(f"# {page[:4]}: ")
+        for part in ("**Context.**", "**Choice.**", "**What we gave up.**"):
+            assert part in text, f"{page}: no {part}"
