@@ -207,15 +207,23 @@ class Pair:
 
     def want_pull(self, request_id: str, holder_request_id: str, blocks: list[int]) -> None:
         """D accepts a request that it READs; the params come from P's answer."""
-        intent = PullIntent(
+        self.want(request_id, self.pull_intent(holder_request_id, blocks))
+
+    def pull_intent(self, holder_request_id: str, blocks: list[int]) -> PullIntent:
+        """What P's answer for a prompt asks of D."""
+        hold_id = self._hold_ids[holder_request_id]
+        return PullIntent(
             self.holder(),
             RequestId(holder_request_id),
             (tuple(blocks),),
             None,
-            self._hold_ids[holder_request_id],
-            Incarnation(self._hold_ids[holder_request_id].split(":")[0]),
+            hold_id,
+            Incarnation(hold_id.split(":")[0]),
             None,
         )
+
+    def want(self, request_id: str, intent: PullIntent | PushIntent) -> None:
+        """D accepts a request whose KV somebody holds."""
         self.engine(self.decode, WantBegun(RequestId(request_id), intent))
 
     def reserve(self, request_id: str, prompt: str, start: int, stop: int) -> bool:

@@ -82,5 +82,9 @@ class PeerLost(TransportError):
 
 
 def _shorten(value: object, limit: int = 80) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):
+        # Nested too deeply, or a number too long to be printed: the type must do.
+        text = f"a {type(value).__name__}"
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -432,12 +432,6 @@ def answered(payload: bytes) -> bytes | None:
         return None
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RecursionError,
-    reason="the handshake decoders catch msgspec.DecodeError only; msgspec raises RecursionError "
-    "for deep nesting, which ends the thread of the handshake server, or the courier",
-)
 @pytest.mark.parametrize("read", [answered, outcome])
 def test_nested_deeply(read):
     assert read(b"\x82\xa1x" + b"\x91" * 100_000 + b"\xc0\xb0protocol_version\x01") is None

@@ -318,6 +318,63 @@ def test_a_reference_to_an_earlier_hold_of_the_same_request_is_stale():
     assert pair.decode.outcomes("d1") == {Outcome.RECEIVE_FAILED, Outcome.RELEASED}
 
 
+def test_a_lost_failure_is_told_again_at_the_next_heartbeat():
+    pair = Pair()
+    push(pair)
+    pair.drop(next(item for item in pair.items if item.kind == "write"))
+    for item in list(pair.items):
+        pair.drop(item)
+    assert not pair.decode.outcomes("d1")
+    pair.advance(6.0)
+    pair.deliver_all()
+    assert pair.decode.outcomes("d1") == {Outcome.RECEIVE_FAILED, Outcome.RELEASED}
+    assert Outcome.RELEASED in pair.prefill.outcomes("p1")
+
+
+def test_a_lost_notice_ends_by_the_registration_timeout():
+    pair = Pair()
+    push(pair)
+    pair.deliver_kind("write")
+    pair.drop(next(item for item in pair.items if item.kind == "notice"))
+    for _ in range(20):
+        pair.deliver_all()
+        pair.advance(5.0)
+    assert pair.decode.outcomes("d1") == {Outcome.RECEIVE_FAILED, Outcome.RELEASED}
+
+
+def test_pulls_go_on_after_prefill_was_replaced_at_the_same_address():
+    pair = Pair()
+    pull(pair)
+    pair.deliver_all()
+    pair.restart(pair.prefill)
+    for number in (2, 3):
+        pair.hold(f"p{number}")
+        blocks = pair.finish(f"p{number}", "world", 20)
+        pair.want_pull(f"d{number}", f"p{number}", blocks)
+        assert pair.reserve(f"d{number}", "world", 0, 20)
+        pair.deliver_all()
+        assert pair.decode.outcomes(f"d{number}") == RECEIVED
+
+
+def test_a_stale_reference_does_not_disturb_the_connection_others_use():
+    pair = Pair()
+    pair.hold("p1")
+    old_blocks = pair.finish("p1", "hello", 20)
+    stale = pair.pull_intent("p1", old_blocks)
+    pair.restart(pair.prefill)
+    pair.hold("p2", "t2")
+    pair.want_push("d2", "t2")
+    assert pair.reserve("d2", "world", 0, 20)
+    pair.deliver_all()
+    pair.want("d1", stale)
+    assert pair.reserve("d1", "hello", 0, 20)
+    pair.deliver_all()
+    assert pair.decode.outcomes("d1") == {Outcome.RECEIVE_FAILED, Outcome.RELEASED}
+    pair.finish("p2", "world", 20)
+    pair.deliver_all()
+    assert pair.decode.outcomes("d2") == RECEIVED
+
+
 def test_prefill_replaced_before_the_registration_arrived():
     pair = Pair()
     push(pair)

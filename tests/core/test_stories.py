@@ -1,6 +1,5 @@
 """Stories stay within bounds and keep what explains a failure: the start and the latest."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,9 +87,6 @@ def test_an_alias_of_a_dropped_story_finds_nothing():
     assert book.story("t") is None
 
 
-@pytest.mark.xfail(
-    strict=True, reason="alias() leaves a repeated alias in its old place, so it is dropped first"
-)
 def test_a_repeated_alias_is_as_good_as_a_new_one():
     book = StoryBook(SMALL)
     book.note("r", 0.0, "begun")

@@ -2,7 +2,7 @@
 
 import itertools
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from http.client import HTTPConnection
 from typing import Any
@@ -26,7 +26,7 @@ from kvcourier.engine.engine import Engine
 
 EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 130}
 SIGNALS = pytest.mark.parametrize("number", EXIT_CODES, ids=lambda number: number.name)
-NAMES = pytest.mark.parametrize("name", ["prefill", "decode", "router"])
+NAMES = ["prefill", "decode", "router"]
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -61,8 +61,8 @@ def mortal(mortals: Cluster, single: Engine) -> Cluster:
 _NUMBERS = itertools.count()
 
 
-@NAMES
 @SIGNALS
+@pytest.mark.parametrize("name", NAMES)
 def test_at_idle(mortal: Cluster, single: Engine, name: str, number: signal.Signals) -> None:
     server: Server = getattr(mortal, name)
     server.send_signal(number)
@@ -72,8 +72,21 @@ def test_at_idle(mortal: Cluster, single: Engine, name: str, number: signal.Sign
     mortal.wait_idle()
 
 
-@NAMES
 @SIGNALS
+@pytest.mark.parametrize(
+    "name",
+    [
+        *NAMES[:2],
+        pytest.param(
+            "router",
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="router.app.create_app sets no app.state.begin_stop: after 3 s uvicorn "
+                "cancels the calls, and clients get a bare 500, or a stream that just stops",
+            ),
+        ),
+    ],
+)
 def test_with_requests_in_flight(
     mortal: Cluster, single: Engine, name: str, number: signal.Signals
 ) -> None:
@@ -118,9 +131,24 @@ def test_with_requests_in_flight(
     mortal.wait_idle()
 
 
-def ask_both_modes(cluster: Cluster, single: Engine, name: str) -> None:
+@pytest.mark.xfail(
+    strict=True,
+    reason="core.wanter._mismatch: D keeps its connection to the old life of P and takes every "
+    "pull from the new one for stale, until a push happens to connect anew",
+)
+def test_pull_is_the_first_to_meet_a_new_prefill_instance(mortal: Cluster, single: Engine) -> None:
+    ask_both_modes(mortal, single, "new-before")
+    mortal.prefill.send_signal(signal.SIGTERM)
+    mortal.prefill.wait_end()
+    replace(mortal, mortal.prefill)
+    ask_both_modes(mortal, single, "new-after", modes=("pull", "push"))
+
+
+def ask_both_modes(
+    cluster: Cluster, single: Engine, name: str, modes: Sequence[str] = ("push", "pull")
+) -> None:
     """The next request of each mode is right."""
-    prompts = {mode: random_prompt(75, f"{name}-{mode}") for mode in MODES}
+    prompts = {mode: random_prompt(75, f"{name}-{mode}") for mode in modes}
     expected = generate(single, list(prompts.values()), max_tokens=NUM_TOKENS)
     found: dict[str, Any] = {}
     for mode, prompt in prompts.items():
@@ -149,6 +177,4 @@ def replace(cluster: Cluster, ended: Server) -> None:
 def known_incarnations(cluster: Cluster) -> dict[str, str | None]:
     """By address, as the router knows them."""
     sides = cluster.router.get("/kvcourier/instances").json()
-    return {
-        one["url"]: one["incarnation"] for side in ("prefill", "decode") for one in sides[side]
-    }
+    return {one["url"]: one["incarnation"] for side in ("prefill", "decode") for one in sides[side]}

@@ -184,9 +184,6 @@ def test_a_closed_server_frees_its_port_and_may_be_closed_again():
     second.close()
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ConfigError, reason="IPv6 is not switched on for the sockets (zmq.IPV6)"
-)
 def test_ipv6():
     try:
         socket.socket(socket.AF_INET6).bind(("::1", 0))

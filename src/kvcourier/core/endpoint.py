@@ -9,7 +9,8 @@ answer; call again with `TimePassed` at `next_deadline()`. `now` is any clock th
 back; only differences matter.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from kvcourier.config import Limits, Timing
 from kvcourier.core.commands import Command, SendMessage
@@ -45,7 +46,9 @@ from kvcourier.core.messages import (
     Registered,
     Renew,
     Renewed,
+    RenewItem,
 )
+from kvcourier.core.peers import Peer, PeerState
 from kvcourier.core.stories import StoryEntry
 from kvcourier.core.wanter import Wanter
 from kvcourier.core.workspace import Counted, TimerKind, Workspace
@@ -53,7 +56,7 @@ from kvcourier.errors import MappingError
 from kvcourier.ids import InstanceAddress, PeerRank, Rank, RequestId
 from kvcourier.layout.geometry import CacheGeometry
 
-_MAX_OPEN_BEATS = 64
+_MAX_OPEN_BEATS = 4096
 
 
 class Endpoint:
@@ -80,12 +83,13 @@ class Endpoint:
         self._wanter = Wanter(self._space, address)
         self._beat_serial = 0
         self._beats: dict[tuple[PeerRank, int], float] = {}
-        self._timer_handlers = {
+        self._timer_handlers: Mapping[TimerKind, Callable[[Any], object]] = {
             **self._holder.on_timer,
             **self._wanter.on_timer,
             TimerKind.CONNECT: self._on_connect_overdue,
             TimerKind.PEER_IDLE: self._space.forget_peer,
             TimerKind.BEAT: self._on_beat_due,
+            TimerKind.ASK: self._on_ask_due,
         }
 
     # The four verbs.
@@ -234,25 +238,56 @@ class Endpoint:
     def _on_peer_connected(self, event: PeerConnected) -> None:
         space = self._space
         peer = space.peers.get(event.address)
+        if peer is not None and peer.incarnation not in (None, event.incarnation):
+            self._on_peer_replaced(peer)
+            peer = space.peers.get(event.address)
         if peer is None:
             return
-        space.cancel_timer(TimerKind.CONNECT, event.address)
-        try:
-            peer.connected(
-                event.incarnation, event.modes, event.geometries, space.geometries, space.me.rank
-            )
-        except MappingError as error:
-            self._on_connect_failed(event.address, str(error))
-            return
-        if not peer.users:
-            space.set_timer(TimerKind.PEER_IDLE, event.address, space.timing.peer_idle_s)
+        if peer.state is PeerState.CONNECTING:
+            space.cancel_timer(TimerKind.CONNECT, event.address)
+            try:
+                peer.connected(
+                    event.incarnation,
+                    event.modes,
+                    event.geometries,
+                    space.geometries,
+                    space.me.rank,
+                )
+            except MappingError as error:
+                self._on_connect_failed(event.address, str(error))
+                return
+            if not peer.users:
+                space.set_timer(TimerKind.PEER_IDLE, event.address, space.timing.peer_idle_s)
         self._holder.on_peer_connected(peer)
         self._wanter.on_peer_connected(peer)
 
+    def _on_peer_replaced(self, peer: Peer) -> None:
+        """Another life answers at a connected peer's address: the old one is over.
+
+        Who waits for a connection keeps waiting, now for the new one, which has just answered.
+        """
+        assert peer.incarnation is not None
+        address, users = peer.address, set(peer.users)
+        self._space.counts[Counted.PEERS_LOST] += 1
+        self._space.peers.remove(address)
+        successor = self._space.peers.add(address)
+        reason = f"{address} was restarted"
+        self._holder.on_peer_failed(address, reason)
+        self._wanter.on_peer_lost(address, reason)
+        if successor is not None:
+            successor.users |= users
+
     def _on_connect_failed(self, address: InstanceAddress, reason: str) -> None:
-        if self._space.forget_peer(address) is not None:
-            self._holder.on_peer_failed(address, reason)
+        peer = self._space.peers.get(address)
+        if peer is None:
+            return
+        if peer.state is PeerState.CONNECTED:
+            # Only a second handshake failed; what is connected stays.
             self._wanter.on_peer_failed(address, reason)
+            return
+        self._space.forget_peer(address)
+        self._holder.on_peer_failed(address, reason)
+        self._wanter.on_peer_failed(address, reason)
 
     def _on_connect_overdue(self, address: InstanceAddress) -> None:
         self._on_connect_failed(address, f"no answer from {address} to the handshake in time")
@@ -307,17 +342,26 @@ class Endpoint:
     # Heartbeats.
 
     def _on_beat_due(self, address: InstanceAddress) -> None:
-        items = self._wanter.beat_items(address)
+        if self._send_renewals(self._wanter.beat_items(address)):
+            self._space.set_timer(TimerKind.BEAT, address, self._space.timing.heartbeat_s)
+
+    def _on_ask_due(self, request_id: RequestId) -> None:
+        """Renew one request now; it joins its peer's heartbeat."""
+        address = self._wanter.address_of(request_id)
+        self._send_renewals(self._wanter.ask_items(request_id))
+        if address is not None and (TimerKind.BEAT, address) not in self._space.timers:
+            self._space.set_timer(TimerKind.BEAT, address, self._space.timing.heartbeat_s)
+
+    def _send_renewals(self, items: Mapping[PeerRank, list[RenewItem]]) -> bool:
         for peer, renewals in items.items():
             self._beat_serial = (self._beat_serial + 1) % (1 << 31)
             self._beats[peer, self._beat_serial] = self._space.now
             self._space.emit(
                 SendMessage(peer, Renew(self._space.sender, self._beat_serial, renewals))
             )
-        while len(self._beats) > _MAX_OPEN_BEATS * max(1, len(self._space.peers)):
+        while len(self._beats) > _MAX_OPEN_BEATS:
             del self._beats[next(iter(self._beats))]
-        if items:
-            self._space.set_timer(TimerKind.BEAT, address, self._space.timing.heartbeat_s)
+        return bool(items)
 
     def _on_renewed(self, message: Renewed) -> None:
         peer = message.sender.peer()

@@ -148,6 +148,7 @@ class PeerInstance:
         return {rank: contact.cache.geometry for rank, contact in self.ranks.items()}
 
 
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()
 _header_decoder = msgspec.msgpack.Decoder(_Header)
 _request_decoder = msgspec.msgpack.Decoder(HandshakeRequest)
@@ -198,7 +199,7 @@ def answer(payload: bytes, offer: Offer) -> bytes:
         return _refuse([f"protocol_version: {PROTOCOL_VERSION} here, {version} there"])
     try:
         asked = _request_decoder.decode(payload)
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         raise RemoteProtocolError(f"malformed handshake request: {error}") from None
     reasons = list(judge(offer.facts, asked.facts).reasons)
     if asked.expected_engine_id != offer.engine_id:
@@ -231,7 +232,7 @@ def read_answer(payload: bytes, engine_id: EngineId, facts: Facts, limits: Limit
         raise HandshakeRejected([f"protocol_version: {PROTOCOL_VERSION} here, {version} there"])
     try:
         reply = _reply_decoder.decode(payload)
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         raise RemoteProtocolError(f"malformed handshake answer: {error}") from None
     if isinstance(reply, HandshakeRefused):
         raise HandshakeRejected(reply.reasons[:64] or ["refused without a reason"])
@@ -345,7 +346,7 @@ def _contact(offer: RankOffer, facts: Facts, limits: Limits) -> RankContact:
 def _version(payload: bytes) -> int:
     try:
         return _header_decoder.decode(payload).protocol_version
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         raise RemoteProtocolError(f"no kvcourier handshake: {error}") from None
 
 

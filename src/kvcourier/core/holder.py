@@ -186,7 +186,13 @@ class Holder:
         for item in message.items:
             request_id = RequestId(item.request_id)
             hold = self._find(item.name, peer, request_id)
-            if hold is not None and hold.state in (HoldState.COMPUTING, HoldState.HELD):
+            delivery = self._by_delivery.get((peer, request_id))
+            if delivery is not None and delivery.state is DeliveryState.FAILED:
+                # Its `Fail` was lost; a wanter that was told would not ask any more.
+                self._deliveries.repeat_answer(delivery)
+            elif delivery is not None and delivery.state is DeliveryState.WRITTEN:
+                served.append(item.request_id)
+            elif hold is not None and hold.state in (HoldState.COMPUTING, HoldState.HELD):
                 self._leases.renew(hold.request_id, self._space.now, self._lease_s)
                 known.append(item.request_id)
             elif (peer, request_id) in self._waiting:

@@ -202,6 +202,9 @@ class Renewed(Message, frozen=True, tag="renewed"):
 
 AnyMessage = Register | Registered | Landed | Fail | Cancel | Fenced | Collected | Renew | Renewed
 
+ON_DATA_PATH = (Register, Landed)
+"""Messages that come as NIXL notifications; all others come over the side channel."""
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 

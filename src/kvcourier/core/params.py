@@ -177,10 +177,12 @@ class _Fields:
 
     def block_ids(self, name: str) -> tuple[tuple[BlockId, ...], ...]:
         value = self._params.get(name)
-        if not isinstance(value, list) or not value or len(value) > self._limits.max_groups:
+        if not isinstance(value, list) or not value:
             raise ParamsError(name, "one list of block ids per cache group", value)
         # Releases of vLLM with one cache group also send a flat list.
         groups = value if isinstance(value[0], list) else [value]
+        if len(groups) > self._limits.max_groups:
+            raise ParamsError(name, f"at most {self._limits.max_groups} cache groups", value)
         return tuple(self._group(name, group) for group in groups)
 
     def _group(self, name: str, group: object) -> tuple[BlockId, ...]:

@@ -17,7 +17,7 @@ from kvcourier.core.messages import HoldName
 from kvcourier.errors import LocalProtocolError
 from kvcourier.ids import RequestId, TransferKey
 
-_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
+_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
 
 R = TypeVar("R", bound=Hashable)
 

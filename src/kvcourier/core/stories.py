@@ -42,6 +42,7 @@ class StoryBook:
     def alias(self, alias: str, name: str) -> None:
         """Let a story be found under another name too."""
         self._aliases[alias] = name
+        self._aliases.move_to_end(alias)
         while len(self._aliases) > self._max_stories:
             self._aliases.popitem(last=False)
 

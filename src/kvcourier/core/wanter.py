@@ -222,9 +222,9 @@ class Wanter:
                 self._release_if_quiet(want)
             elif want.state is WantState.PARTING:
                 self._release(want, WantEvent.ENDED_QUIET)
-            elif want.state is WantState.QUEUED:
+            elif want.state in (WantState.QUEUED, WantState.CONNECTING):
                 want.links = {}
-            elif want.state is not WantState.CONNECTING:
+            else:
                 self._end(want, Outcome.RECEIVE_FAILED, reason)
 
     def on_operation_ended(self, owner: Owner, reason: str | None) -> None:
@@ -245,9 +245,23 @@ class Wanter:
 
     def beat_items(self, address: InstanceAddress) -> dict[PeerRank, list[RenewItem]]:
         """What to renew with each rank of this peer."""
+        wants = [want for want in self._wants.values() if want.address == address]
+        return self._renewals(wants)
+
+    def ask_items(self, request_id: RequestId) -> dict[PeerRank, list[RenewItem]]:
+        """What to renew for one request, ahead of the next heartbeat."""
+        want = self._wants.get(request_id)
+        return self._renewals([want] if want is not None else [])
+
+    def address_of(self, request_id: RequestId) -> InstanceAddress | None:
+        """Where a request's holder listens; None if the request is over."""
+        want = self._wants.get(request_id)
+        return want.address if want is not None else None
+
+    def _renewals(self, wants: list[Want]) -> dict[PeerRank, list[RenewItem]]:
         items: dict[PeerRank, list[RenewItem]] = {}
-        for want in self._wants.values():
-            if want.address == address and want.state not in _NOT_RENEWED:
+        for want in wants:
+            if want.state not in _NOT_RENEWED:
                 for link in want.links.values():
                     items.setdefault(link.peer, []).append(self._asks.renewal(want))
         return items
@@ -256,8 +270,7 @@ class Wanter:
 
     def _connect(self, want: Want) -> None:
         want.num_connects += 1
-        mode = TransferMode.PULL if want.pulls else TransferMode.PUSH
-        peer = self._space.use_peer(want.address, want.request_id, mode)
+        peer = self._space.use_peer(want.address, want.request_id, _mode(want))
         if peer is not None and peer.state is PeerState.CONNECTED:
             self._on_connected(want, peer)
 
@@ -269,8 +282,7 @@ class Wanter:
         peer = self._space.peers.get(want.address)
         if peer is None:
             # The early connection had failed or was given up: one more try, now that it matters.
-            mode = TransferMode.PULL if want.pulls else TransferMode.PUSH
-            peer = self._space.use_peer(want.address, want.request_id, mode)
+            peer = self._space.use_peer(want.address, want.request_id, _mode(want))
             if peer is None:
                 self._end(want, Outcome.RECEIVE_FAILED, "too many peers")
         elif peer.state is PeerState.CONNECTED:
@@ -283,11 +295,17 @@ class Wanter:
                 for rank, consumers in peer.consumers.items()
                 if self._space.me.rank in consumers
             }
-            self._space.set_timer(TimerKind.BEAT, want.address, 0.0)
+            self._space.set_timer(TimerKind.ASK, want.request_id, 0.0)
         if want.state is WantState.PARTING:
             self._let_go(want, read=False)
             self._release(want, WantEvent.ENDED_QUIET)
         elif want.state is WantState.CONNECTING:
+            if _is_outdated(want, peer) and not want.rechecked:
+                # Either the reference is older than the connection, or the connection than the
+                # reference: ask who lives there now.
+                want.rechecked = True
+                self._space.shake_again(want.address, _mode(want))
+                return
             problem = _mismatch(want, peer)
             if problem:
                 self._end(want, Outcome.RECEIVE_FAILED, problem)
@@ -313,7 +331,7 @@ class Wanter:
             TimerKind.WANT, want.request_id, self._space.timing.transfer_timeout_s
         )
         # Asked before the first byte is read: the answer proves that the hold stood all along.
-        self._space.set_timer(TimerKind.BEAT, want.address, 0.0)
+        self._space.set_timer(TimerKind.ASK, want.request_id, 0.0)
         for link in want.sources:
             self._asks.read(want, link)
 
@@ -440,12 +458,20 @@ class Wanter:
         self._space.counts[Counted.MESSAGES_IGNORED] += 1
 
 
+def _mode(want: Want) -> TransferMode:
+    return TransferMode.PULL if want.pulls else TransferMode.PUSH
+
+
+def _is_outdated(want: Want, peer: Peer) -> bool:
+    """Whether the request names another life of the peer than the connected one."""
+    expected = getattr(want.intent, "incarnation", None)
+    return expected not in (None, peer.incarnation)
+
+
 def _mismatch(want: Want, peer: Peer) -> str:
     """Why this connected peer cannot serve this request, or nothing."""
-    mode = TransferMode.PULL if want.pulls else TransferMode.PUSH
-    if mode not in peer.modes:
-        return f"mode: {mode} asked for, {', '.join(sorted(peer.modes))} there"
-    expected = getattr(want.intent, "incarnation", None)
-    if expected not in (None, peer.incarnation):
+    if _mode(want) not in peer.modes:
+        return f"mode: {_mode(want)} asked for, {', '.join(sorted(peer.modes))} there"
+    if _is_outdated(want, peer):
         return "the prefill instance was restarted since; its KV is gone"
     return ""

@@ -59,6 +59,7 @@ class Want:
     block_ids: BlockGroups = ()
     span: TokenSpan = _NOTHING
     num_connects: int = 0
+    rechecked: bool = False
     registered_at: float = 0.0
     read_completed_at: float = 0.0
     reason: str = ""

@@ -41,6 +41,7 @@ class TimerKind(enum.Enum):
     CONNECT = "connect"
     PEER_IDLE = "peer_idle"
     BEAT = "beat"
+    ASK = "ask"
     REGISTRATION = "registration"
     DELIVERY = "delivery"
     HOLD_QUARANTINE = "hold_quarantine"
@@ -119,6 +120,10 @@ class Workspace:
         peer.users.add(user)
         self.cancel_timer(TimerKind.PEER_IDLE, address)
         return peer
+
+    def shake_again(self, address: InstanceAddress, mode: TransferMode) -> None:
+        """Ask a connected peer who it is; whoever needs the answer has a deadline of its own."""
+        self.emit(Connect(address, mode))
 
     def leave_peer(self, address: InstanceAddress, user: RequestId) -> None:
         """This request needs the peer no more; an unused peer is forgotten after a while."""

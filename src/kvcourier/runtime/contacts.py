@@ -75,7 +75,16 @@ class Contacts:
         self._contacts: dict[InstanceAddress, Contact] = {}
 
     def add(self, address: InstanceAddress, instance: PeerInstance) -> Contact:
-        """A peer shook hands: open the side channel to each of its ranks."""
+        """A peer shook hands: open the side channel to each of its ranks.
+
+        Shaking hands again with the same life changes nothing.
+
+        Raises:
+            RemoteProtocolError: its host is not an address.
+        """
+        known = self._contacts.get(address)
+        if known is not None and known.instance.incarnation == instance.incarnation:
+            return known
         self.remove(address)
         contact = Contact(address, instance, self._own_cache, self._transport)
         self._contacts[address] = contact
@@ -91,6 +100,16 @@ class Contacts:
             contact.close()
             for peer in contact.peers():
                 self._channel.disconnect(peer)
+
+    def agent_name(self, peer: PeerRank) -> AgentName | None:
+        """The agent of a connected peer's rank; None if that life is not connected."""
+        for contact in self._contacts.values():
+            instance = contact.instance
+            if (instance.engine_id, instance.incarnation) == peer[:2] and (
+                peer.rank in instance.ranks
+            ):
+                return instance.ranks[peer.rank].agent_name
+        return None
 
     def get(self, address: InstanceAddress, peer: PeerRank) -> Contact:
         """The peer at this address, if it lives the expected life.

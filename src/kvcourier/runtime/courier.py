@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvcourier.config import CourierConfig, Limits
+from kvcourier.config import CourierConfig, Limits, TransferMode
 from kvcourier.core.commands import (
     Abandon,
     Command,
@@ -42,7 +42,7 @@ from kvcourier.core.events import (
     TransferPosted,
 )
 from kvcourier.core.handshake import Facts, read_answer, request
-from kvcourier.core.messages import decode, encode
+from kvcourier.core.messages import ON_DATA_PATH, AnyMessage, Landed, decode, encode
 from kvcourier.core.outcomes import Report
 from kvcourier.errors import (
     HandshakeRejected,
@@ -57,7 +57,13 @@ from kvcourier.layout.geometry import RankCache
 from kvcourier.runtime.contacts import Contacts
 from kvcourier.runtime.metrics import CourierMetrics
 from kvcourier.runtime.side_channel import SideChannel, sender_matches
-from kvcourier.transport.interface import Operation, TransferHandle, TransferState, Transport
+from kvcourier.transport.interface import (
+    Notification,
+    Operation,
+    TransferHandle,
+    TransferState,
+    Transport,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -167,9 +173,9 @@ class Courier:
         for address, payload in self._channel.answers():
             self._on_handshake_answer(address, payload)
         for identity, payload in self._channel.messages():
-            self._on_payload(payload, identity)
+            self._on_side_message(identity, payload)
         for notification in self._transport.notifications():
-            self._on_payload(notification.payload, b"")
+            self._on_notification(notification)
         for operation_id, flight in list(self._flights.items()):
             self._poll(operation_id, flight)
         deadline = self.endpoint.next_deadline()
@@ -208,7 +214,7 @@ class Courier:
             case Tell(report):
                 self._on_report(report)
             case Connect(address, mode):
-                self._channel.ask(address, request(address.engine_id, mode, self._facts))
+                self._connect(address, mode)
             case Disconnect(address):
                 self._channel.drop(address)
                 self._contacts.remove(address)
@@ -287,28 +293,57 @@ class Courier:
 
     # What comes in.
 
-    def _on_payload(self, payload: bytes, identity: bytes) -> None:
-        """A message; `identity` is the socket it came from, empty where that says nothing."""
+    def _on_side_message(self, identity: bytes, payload: bytes) -> None:
+        """A message from a socket; `identity` is the socket's, empty for an answer on ours."""
+        message = self._decoded(payload)
+        if message is None:
+            return
+        if isinstance(message, ON_DATA_PATH) or not sender_matches(identity, message.sender.peer()):
+            self._drop_foreign(message)
+            return
+        self._handle(MessageReceived(message))
+
+    def _on_notification(self, notification: Notification) -> None:
+        """A message over the data path. A registration may be a peer's first sign of life; it is
+        checked when its sender shakes hands."""
+        message = self._decoded(notification.payload)
+        if message is None:
+            return
+        agent = self._contacts.agent_name(message.sender.peer())
+        known_as_another = agent not in (None, notification.sender)
+        unknown_writer = agent is None and isinstance(message, Landed)
+        if not isinstance(message, ON_DATA_PATH) or known_as_another or unknown_writer:
+            self._drop_foreign(message)
+            return
+        self._handle(MessageReceived(message))
+
+    def _decoded(self, payload: bytes) -> AnyMessage | None:
         try:
-            message = decode(payload, self._limits)
+            return decode(payload, self._limits)
         except RemoteProtocolError as error:
             self._metrics.dropped_messages.labels("malformed").inc()
             _log.warning("message dropped: %s", error)
-            return
-        if not sender_matches(identity, message.sender.peer()):
-            self._metrics.dropped_messages.labels("wrong_sender").inc()
-            _log.warning("message dropped: %s sent as %s", message, message.sender)
-            return
-        self._handle(MessageReceived(message))
+            return None
+
+    def _drop_foreign(self, message: AnyMessage) -> None:
+        """It did not come by its way, or from whom it says."""
+        self._metrics.dropped_messages.labels("wrong_sender").inc()
+        _log.warning("message dropped: %s did not send this: %s", message.sender, message)
+
+    def _connect(self, address: InstanceAddress, mode: TransferMode) -> None:
+        try:
+            self._channel.ask(address, request(address.engine_id, mode, self._facts))
+        except RemoteProtocolError as error:
+            self._events.append(ConnectFailed(address, str(error)))
 
     def _on_handshake_answer(self, address: InstanceAddress, payload: bytes) -> None:
         try:
             instance = read_answer(payload, address.engine_id, self._facts, self._limits)
+            contact = self._contacts.add(address, instance)
         except (HandshakeRejected, RemoteProtocolError) as error:
             _log.warning("handshake with %s failed: %s", address, error)
             self._handle(ConnectFailed(address, f"handshake with {address} failed: {error}"))
             return
-        contact = self._contacts.add(address, instance)
         self._handle(
             PeerConnected(address, instance.incarnation, instance.modes, instance.geometries)
         )

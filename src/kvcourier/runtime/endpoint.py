@@ -29,6 +29,7 @@ from kvcourier.core.events import (
 )
 from kvcourier.core.outcomes import Outcome, Report
 from kvcourier.core.params import HoldIntent, WantIntent
+from kvcourier.core.workspace import Counted
 from kvcourier.errors import ConfigError, KVCourierError, ParamsError
 from kvcourier.ids import (
     AgentName,
@@ -348,7 +349,7 @@ class KvEndpoint:
     def _snapshots(self) -> dict[str, Snapshot]:
         return {
             str(rank): (
-                {name.value: count for name, count in dict(courier.endpoint.counts).items()},
+                {name.value: courier.endpoint.counts.get(name, 0) for name in Counted},
                 courier.endpoint.gauges(),
             )
             for rank, courier in self._couriers.items()

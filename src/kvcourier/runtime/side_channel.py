@@ -86,6 +86,8 @@ class SideChannel:
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()
+        self._closed = False
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._inbox = self._socket(zmq.ROUTER)
         # A peer that connects again after its socket broke must not be locked out by its ghost.
@@ -96,8 +98,11 @@ class SideChannel:
         self._handshakes: dict[InstanceAddress, zmq.Socket[bytes]] = {}
 
     def wake(self) -> None:
-        """Make a running or the next `wait` return at once; from any thread."""
-        os.eventfd_write(self._wake_fd, 1)
+        """Make a running or the next `wait` return at once; from any thread, also after `close`."""
+        # Under the lock, since the number of a closed descriptor may be somebody else's by now.
+        with self._wake_lock:
+            if not self._closed:
+                os.eventfd_write(self._wake_fd, 1)
 
     def wait(self, timeout_s: float | None) -> None:
         """Until a message, a wake-up or the time-out. ZMQ counts in whole milliseconds."""
@@ -122,11 +127,15 @@ class SideChannel:
         return taken
 
     def connect(self, peer: PeerRank, host: str, port: int) -> None:
-        """Open an outgoing socket to a peer rank's inbox; does not wait for it to answer."""
+        """Open an outgoing socket to a peer rank's inbox; does not wait for it to answer.
+
+        Raises:
+            RemoteProtocolError: the peer's host is not an address.
+        """
         if peer not in self._outgoing:
             socket = self._socket(zmq.DEALER)
             socket.setsockopt(zmq.ROUTING_ID, self._identity)
-            socket.connect(f"tcp://{_bracketed(host)}:{port}")
+            _connect(socket, host, port)
             self._poller.register(socket, zmq.POLLIN)
             self._outgoing[peer] = socket
 
@@ -153,10 +162,14 @@ class SideChannel:
         return True
 
     def ask(self, address: InstanceAddress, payload: bytes) -> None:
-        """Send a handshake request; its answer comes out of `answers`."""
+        """Send a handshake request; its answer comes out of `answers`.
+
+        Raises:
+            RemoteProtocolError: the peer's host is not an address.
+        """
         self.drop(address)
         socket = self._socket(zmq.DEALER)
-        socket.connect(f"tcp://{_bracketed(address.host)}:{address.port}")
+        _connect(socket, address.host, address.port)
         socket.send(payload, zmq.DONTWAIT)
         self._poller.register(socket, zmq.POLLIN)
         self._handshakes[address] = socket
@@ -179,8 +192,12 @@ class SideChannel:
 
     def close(self) -> None:
         """Close everything; unsent messages get a moment to leave."""
+        with self._wake_lock:
+            if self._closed:
+                return
+            self._closed = True
+            os.close(self._wake_fd)
         self._context.destroy(linger=200)
-        os.close(self._wake_fd)
 
     def _socket(self, kind: int) -> "zmq.Socket[bytes]":
         socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -206,7 +223,17 @@ def _identity(peer: PeerRank) -> bytes:
     return f"{peer.incarnation}/{peer.rank}".encode()
 
 
+def _connect(socket: "zmq.Socket[bytes]", host: str, port: int) -> None:
+    socket.setsockopt(zmq.IPV6, ":" in host)
+    try:
+        socket.connect(f"tcp://{_bracketed(host)}:{port}")
+    except (zmq.ZMQError, UnicodeError) as error:
+        socket.close()
+        raise RemoteProtocolError(f"host {host!r} cannot be connected: {error}") from None
+
+
 def _bind(socket: "zmq.Socket[bytes]", host: str, port: int) -> int:
+    socket.setsockopt(zmq.IPV6, ":" in host)
     endpoint = f"tcp://{_bracketed(host)}:{port if port else '*'}"
     try:
         socket.bind(endpoint)
