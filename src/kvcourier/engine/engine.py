@@ -29,9 +29,9 @@ from kvcourier.engine.models import LoadedModel
 from kvcourier.engine.runner import ModelRunner
 from kvcourier.engine.sampler import TokenSampler, sample
 from kvcourier.engine.scheduler import Phase, Scheduler, Sequence, Work
-from kvcourier.errors import KVCourierError
+from kvcourier.errors import KVCourierError, ParamsError
 from kvcourier.ids import RequestId
-from kvcourier.runtime.interface import Endpoint
+from kvcourier.runtime.interface import Endpoint, let_holder_go
 from kvcourier.runtime.reports import Outcome, Report
 
 logger = logging.getLogger(__name__)
@@ -168,6 +168,7 @@ class Engine:
 
         Raises:
             RequestRejected: it can never be served, or its id is in use; nothing was kept.
+            ParamsError: its endpoint refuses the transfer it takes part in; nothing was kept.
             EngineStopped: the engine is not running.
         """
         request_id, intent = request.request_id, request.intent
@@ -181,8 +182,9 @@ class Engine:
             self._limits.check(request)
             self._announce(request)
         except BaseException as error:
-            if isinstance(error, RequestRejected):
-                self._let_holder_go(request)
+            refused = isinstance(error, RequestRejected | ParamsError)
+            if refused and self._endpoint and isinstance(intent, PullIntent | PushIntent):
+                let_holder_go(self._endpoint, request_id, intent)
             self._forget_id(request_id)
             raise
         wants_remote = isinstance(intent, PullIntent | PushIntent)
@@ -241,12 +243,6 @@ class Engine:
             self._endpoint.begin_hold(request.request_id, request.intent)
         else:
             self._endpoint.expect(request.request_id, request.intent)
-
-    def _let_holder_go(self, request: GenerationRequest) -> None:
-        """A refused request needs nothing: its holder need not wait for the lease to end."""
-        if self._endpoint is not None and isinstance(request.intent, PullIntent | PushIntent):
-            self._endpoint.expect(request.request_id, request.intent)
-            self._endpoint.decline(request.request_id)
 
     def _on_report_ready(self) -> None:
         with self._wake:

@@ -70,6 +70,7 @@ def create_app(config: RouterConfig) -> Starlette:
         lifespan=lambda _app: _lifespan(services),
     )
     app.state.services = services
+    app.state.begin_stop = services.begin_stop
     return app
 
 

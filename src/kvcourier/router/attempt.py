@@ -36,6 +36,7 @@ from kvcourier.router.events import (
     Relay,
     Reply,
     ReplyError,
+    RouterStopped,
     StartDecode,
     StartPrefill,
     TimeUp,
@@ -52,13 +53,23 @@ Pair = Mapping[LegName, Instance]
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What all calls share. `background` holds tasks that outlive the call that made them."""
+    """What all calls share.
+
+    `background` holds tasks that outlive the call that made them, `running` the attempts that
+    clients wait for.
+    """
 
     config: RouterConfig
     upstream: Upstream
     sides: Mapping[LegName, Side]
     metrics: RouterMetrics
     background: set[asyncio.Task[None]] = field(default_factory=set)
+    running: set["Attempt"] = field(default_factory=set)
+
+    def begin_stop(self) -> None:
+        """End what runs, each client being told; on the event loop."""
+        for attempt in self.running:
+            attempt.stop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +124,7 @@ class Attempt:
         end_s = loop.time() + total_s - (time.monotonic() - self._client.started_s)
         timer = loop.call_at(end_s, self._post, TimeUp())
         self._left.add_done_callback(self._on_left)
+        self._services.running.add(self)
         try:
             await self._perform(self._dispatch.start())
             while self._outcome is None:
@@ -122,9 +134,14 @@ class Attempt:
             raise
         finally:
             timer.cancel()
+            self._services.running.discard(self)
             self._left.remove_done_callback(self._on_left)
         self._let_run_out()
         return self._outcome
+
+    def stop(self) -> None:
+        """The router is being shut down: end now, and tell the client."""
+        self._post(RouterStopped())
 
     def _post(self, event: Event) -> None:
         self._events.put_nowait(event)

@@ -36,6 +36,7 @@ from kvcourier.router.events import (
     Relay,
     Reply,
     ReplyError,
+    RouterStopped,
     StartDecode,
     StartPrefill,
     StreamEnding,
@@ -170,11 +171,10 @@ class Dispatch:
         self.phase = Phase.ENDED
         return [*_CANCEL_BOTH, Finish(CallOutcome.CLIENT_LEFT)]
 
-    def _time_up(self, _event: TimeUp) -> list[Action]:
+    def _cut_short(self, event: TimeUp | RouterStopped) -> list[Action]:
         prefilling = self.phase is Phase.PREFILLING
         leg = LegName.PREFILL if prefilling else LegName.DECODE
-        reason = "was not done within the total time of a call"
-        lost = LegLost(leg, FailureKind.TIMEOUT, reason)
+        lost = LegLost(leg, *_CUTS[type(event)])
         return self._break(lost) if self.phase is Phase.STREAMING else self._fail(lost)
 
     def _note_late(self, event: LegLost) -> list[Action]:
@@ -245,6 +245,10 @@ def _prefill_problem(kind: FailureKind, reason: str) -> LegLost:
     return LegLost(LegName.PREFILL, kind, reason)
 
 
+_CUTS: Mapping[type, tuple[FailureKind, str]] = {
+    TimeUp: (FailureKind.TIMEOUT, "was not done within the total time of a call"),
+    RouterStopped: (FailureKind.ROUTER_STOPPED, "was not done when the router was stopped"),
+}
 _LIVE = (Phase.PREFILLING, Phase.WAITING, Phase.STREAMING)
 _UNANSWERED = (Phase.PREFILLING, Phase.WAITING)
 
@@ -260,5 +264,5 @@ _TABLE: Mapping[tuple[Phase, type], Callable[..., list[Action]]] = {
     (Phase.STREAMING, LegLost): Dispatch._lost_while_streaming,
     (Phase.ENDED, LegLost): Dispatch._note_late,
     **dict.fromkeys([(phase, ClientLeft) for phase in _LIVE], Dispatch._leave),
-    **dict.fromkeys([(phase, TimeUp) for phase in _LIVE], Dispatch._time_up),
+    **dict.fromkeys([(phase, cut) for phase in _LIVE for cut in _CUTS], Dispatch._cut_short),
 }

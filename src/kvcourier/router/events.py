@@ -24,6 +24,7 @@ class FailureKind(enum.StrEnum):
     CONNECT = "connect"
     DROPPED = "dropped"
     TIMEOUT = "timeout"
+    ROUTER_STOPPED = "router_stopped"
     STATUS = "status"
     UNREADABLE = "unreadable"
     TOO_LARGE = "too_large"
@@ -38,6 +39,7 @@ STATUS_OF: Mapping[FailureKind, int] = {
     FailureKind.CONNECT: 503,
     FailureKind.DROPPED: 502,
     FailureKind.TIMEOUT: 504,
+    FailureKind.ROUTER_STOPPED: 503,
     FailureKind.STATUS: 502,
     FailureKind.UNREADABLE: 502,
     FailureKind.TOO_LARGE: 502,
@@ -133,8 +135,20 @@ class TimeUp:
     """The call's total time is over."""
 
 
+@dataclass(frozen=True, slots=True)
+class RouterStopped:
+    """The router is being shut down and can wait no longer."""
+
+
 Event = (
-    PrefillAnswered | DecodeAnswered | DecodeStreaming | DecodeEnded | LegLost | ClientLeft | TimeUp
+    PrefillAnswered
+    | DecodeAnswered
+    | DecodeStreaming
+    | DecodeEnded
+    | LegLost
+    | ClientLeft
+    | TimeUp
+    | RouterStopped
 )
 
 

@@ -8,10 +8,12 @@ A request whose KV D gets from somebody: expect -> receive -> RECEIVED, RELEASED
 Either may be ended early with `abort`, at any time, any number of times.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvcourier.core.params import HoldIntent, WantIntent
+from kvcourier.errors import ParamsError
 from kvcourier.ids import RequestId
 from kvcourier.layout.geometry import TokenSpan
 from kvcourier.runtime.reports import Report
@@ -77,3 +79,13 @@ class Endpoint(Protocol):
 
         Entries have at least `at_unix_s` (wall clock), `what` and `thread`.
         """
+
+
+def let_holder_go(endpoint: Endpoint, request_id: RequestId, intent: WantIntent) -> None:
+    """A request was refused before it was accepted: its holder need not wait for the lease to end.
+
+    vllm#41269: a request that D's HTTP layer refused left its blocks on P.
+    """
+    with contextlib.suppress(ParamsError):
+        endpoint.expect(request_id, intent)
+        endpoint.decline(request_id)

@@ -6,6 +6,7 @@ Decides which path does what. Refuses to know how: reading requests is `job`, ru
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -19,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvcourier.config import Limits
+from kvcourier.core.params import PullIntent, PushIntent, parse_params
 from kvcourier.engine.server.answer import GenerationAnswer
 from kvcourier.engine.server.body import parse_body, read_body
 from kvcourier.engine.server.errors import ApiError, json_response
@@ -31,13 +33,15 @@ from kvcourier.engine.server.job import JobReader
 from kvcourier.engine.server.metrics import EngineCollector, ServerMetrics
 from kvcourier.engine.server.prompts import PromptReader, Tokenizer
 from kvcourier.engine.server.render import Renderer
+from kvcourier.errors import ParamsError
+from kvcourier.ids import RequestId
 from kvcourier.openai import (
     ChatCompletionRequest,
     CompletionRequest,
     ModelCard,
     ModelList,
 )
-from kvcourier.runtime.interface import Endpoint
+from kvcourier.runtime.interface import Endpoint, let_holder_go
 
 DEFAULT_MAX_BODY_BYTES = 16 << 20
 _LIVENESS_PERIOD_S = 0.25
@@ -83,6 +87,8 @@ def create_app(
         metrics=ServerMetrics(registry, served_model_name),
         served_model_name=served_model_name,
         max_body_bytes=max_body_bytes,
+        endpoint=endpoint,
+        limits=limits,
     )
     text = metrics_text or (lambda: generate_latest(registry))
     models = ModelList(
@@ -149,7 +155,11 @@ class _GenerationRoutes:
         metrics: ServerMetrics,
         served_model_name: str,
         max_body_bytes: int,
+        endpoint: Endpoint | None,
+        limits: Limits,
     ) -> None:
+        self._endpoint = endpoint
+        self._limits = limits
         self._engine = engine
         self._tokenizer = tokenizer
         self._jobs = jobs
@@ -175,7 +185,11 @@ class _GenerationRoutes:
             if not self._engine.is_alive:
                 raise _engine_dead(self._engine)
             body = parse_body(await read_body(request, self._max_body_bytes), kind)
-            job = await self._jobs.read(body, request.headers.get("x-request-id"))
+            try:
+                job = await self._jobs.read(body, request.headers.get("x-request-id"))
+            except ApiError:
+                self._let_holder_go(body.kv_transfer_params)
+                raise
         except ApiError as error:
             self._metrics.count_failed(error.status)
             return error.response()
@@ -184,6 +198,14 @@ class _GenerationRoutes:
         generation = Generation(job, self._engine, self._decode, self._metrics, arrival)
         renderer = Renderer(generation, self._served_model_name)
         return GenerationAnswer(generation, renderer, self._active, self._metrics)
+
+    def _let_holder_go(self, params: object) -> None:
+        """A refused request may have KV waiting for it on another instance."""
+        with contextlib.suppress(ParamsError):
+            intent = parse_params(params, self._limits)
+            if self._endpoint is not None and isinstance(intent, PullIntent | PushIntent):
+                request_id = RequestId(f"refused-{secrets.token_hex(8)}")
+                let_holder_go(self._endpoint, request_id, intent)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         # Cleaning up spaces changes text that was already sent.

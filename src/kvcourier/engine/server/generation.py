@@ -22,7 +22,7 @@ from kvcourier.engine.server.errors import ApiError
 from kvcourier.engine.server.job import Job
 from kvcourier.engine.server.metrics import AnswerTimer, ServerMetrics
 from kvcourier.engine.text import Decode, TextStream
-from kvcourier.errors import KVCourierError
+from kvcourier.errors import KVCourierError, ParamsError
 from kvcourier.ids import RequestId
 from kvcourier.openai import FinishReason as ShownFinishReason
 
@@ -126,6 +126,10 @@ class Generation:
             except RequestRejected as error:
                 self.close()
                 raise ApiError(400, str(error)) from error
+            except ParamsError as error:
+                self.close()
+                param = f"kv_transfer_params.{error.field}"
+                raise ApiError(400, str(error), param=param) from error
             except KVCourierError as error:
                 self.close()
                 raise ApiError(503, str(error), code="engine_dead") from error
