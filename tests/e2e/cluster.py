@@ -275,11 +275,13 @@ def instance_flags(engine_id: str, role: str, *, model: str = MODEL) -> tuple[st
 
 
 @contextlib.contextmanager
-def running_cluster(log_dir: Path, *flags: str) -> Iterator[Cluster]:
+def running_cluster(log_dir: Path, *flags: str, model: str = MODEL) -> Iterator[Cluster]:
     """A whole cluster, ready; `flags` go to both instances."""
     with running_servers(log_dir) as start:
-        prefill = start("prefill", "serve", *instance_flags("p", "prefill"), *flags)
-        decode = start("decode", "serve", *instance_flags("d", "decode"), *flags)
+        prefill, decode = (
+            start(role, "serve", *instance_flags(role[0], role, model=model), *flags)
+            for role in ("prefill", "decode")
+        )
         router = start(
             "router", "route", f"--prefill={prefill.url}", f"--decode={decode.url}", "--mode=pull"
         )

@@ -89,12 +89,14 @@ def test_client_leaves(
     servers = (cluster.prefill, cluster.decode)
     expired = [[server.metric(name) for name in EXPIRY_COUNTERS] for server in servers]
     with phase(cluster, mode):
-        pass
+        answered = cluster.decode.metric("kvcourier:request_success_total")
     cluster.wait_idle()
     until(
         lambda: cluster.router.metric("kvcourier_router_in_flight") == 0,
         "the router still has a call",
     )
+    # It was given up, not served to an end that nobody sees.
+    assert cluster.decode.metric("kvcourier:request_success_total") == answered
     # At once, not when some time had passed.
     assert [[server.metric(name) for name in EXPIRY_COUNTERS] for server in servers] == expired
     for next_mode in MODES:
@@ -107,7 +109,8 @@ def test_client_leaves(
 def leaving(cluster: Cluster, mode: str) -> contextlib.AbstractContextManager[object]:
     """A client of the router that does not wait for its long prompt."""
     number = next(_NUMBERS)
-    return cluster.router.sent(random_prompt(LONG, seed=f"leaving-{number}"), mode)
+    prompt = random_prompt(LONG, seed=f"leaving-{number}")
+    return cluster.router.sent(prompt, mode, num_tokens=1000)
 
 
 _NUMBERS = iter(range(1_000_000))

@@ -1,14 +1,24 @@
 """Prefill on one instance and decode on another give the tokens of a single instance."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from e2e.cluster import BLOCK_SIZE, CHUNK_TOKENS, MODES, NUM_TOKENS, Cluster
+from e2e.cluster import (
+    BLOCK_SIZE,
+    CHUNK_TOKENS,
+    MODES,
+    NUM_BLOCKS,
+    NUM_TOKENS,
+    Cluster,
+    running_cluster,
+)
 from e2e.pairs import QWEN3, Pair, Zoo
-from engine.rig import generate, random_prompt, reference
+from engine.rig import generate, random_prompt, reference, running_engine, tiny_model
+from kvcourier.demo.prompts import PROMPTS
 from kvcourier.engine.engine import Engine
 
 LENGTHS = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * CHUNK_TOKENS + 5)
@@ -146,6 +156,22 @@ def test_chat_and_whole_answers(cluster: Cluster, mode: str) -> None:
     assert len(found["token_ids"]) == NUM_TOKENS
     assert found["token_ids"] == expected["token_ids"]
     assert found["message"] == expected["message"]
+
+
+@pytest.mark.timeout(300)
+def test_smollm2(tmp_path: Path) -> None:
+    with running_engine("smollm2", num_blocks=NUM_BLOCKS, max_batch_tokens=512) as single:
+        encode = tiny_model("smollm2").tokenizer.encode
+        prompts = [encode(text, add_special_tokens=True) for text in PROMPTS[:3]]
+        expected = generate(single, prompts, max_tokens=16)
+    assert max(map(len, prompts)) > CHUNK_TOKENS
+    with running_cluster(tmp_path, "--no-prefix-caching", model="smollm2") as smol:
+        for mode in MODES:
+            found = [smol.router.ask(prompt, mode, 16).token_ids for prompt in prompts]
+            assert found == expected
+        smol.wait_idle()
+        received = smol.decode.metric("kvcourier:kv_received_total")
+        assert received == len(MODES) * len(prompts)
 
 
 def prompt_of(length: int, name: str) -> tuple[int, ...]:
