@@ -12,7 +12,8 @@ from kvcourier.config import EndpointConfig, Limits, Timing, TransferMode
 from kvcourier.core.params import Intent, parse_params
 from kvcourier.ids import EngineId, RequestId
 from kvcourier.layout import TokenSpan, instance_geometries
-from kvcourier.runtime.endpoint import KvEndpoint, TransportFactory
+from kvcourier.runtime.endpoint import KvEndpoint
+from kvcourier.runtime.rank import TransportFactory
 from kvcourier.runtime.reports import Outcome, Report
 from layout_builders import PlacementStyle, make_instance, model_cache
 

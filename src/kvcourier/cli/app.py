@@ -19,6 +19,7 @@ from kvcourier.cli.demo import demo
 from kvcourier.cli.probe import probe
 from kvcourier.cli.route import route
 from kvcourier.cli.serve import serve
+from kvcourier.cli.vllm_config import vllm_config
 from kvcourier.errors import ConfigError, KVCourierError
 
 EXIT_FAILED = 1
@@ -99,7 +100,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, serve, route, probe):
+for command in (demo, serve, route, probe, vllm_config):
     app.command()(command)
 
 

@@ -55,6 +55,7 @@ from kvcourier.errors import PeerLost as PeerLostError
 from kvcourier.ids import InstanceAddress, PeerRank
 from kvcourier.layout.geometry import RankCache
 from kvcourier.runtime.contacts import Contacts
+from kvcourier.runtime.engine_link import EngineToken, decode_call
 from kvcourier.runtime.metrics import CourierMetrics
 from kvcourier.runtime.side_channel import SideChannel, sender_matches
 from kvcourier.transport.interface import (
@@ -90,6 +91,7 @@ class Courier:
         facts: ours, for the handshakes we ask for.
         on_report: called on the courier's thread with each report.
         on_death: called on the courier's thread when it ends by an error, kept in `error`.
+        engine_token: proves calls of a scheduler in another process; see `engine_link`.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Courier:
         metrics: CourierMetrics,
         on_report: Callable[[Report], None],
         on_death: Callable[[], None],
+        engine_token: EngineToken | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.endpoint = endpoint
@@ -118,6 +121,7 @@ class Courier:
         self._metrics = metrics
         self._on_report = on_report
         self._on_death = on_death
+        self._engine_token = engine_token
         self._clock = clock
         self._inbox: deque[Event] = deque()
         self._events: deque[Event] = deque()
@@ -295,6 +299,8 @@ class Courier:
 
     def _on_side_message(self, identity: bytes, payload: bytes) -> None:
         """A message from a socket; `identity` is the socket's, empty for an answer on ours."""
+        if self._on_engine_call(payload):
+            return
         message = self._decoded(payload)
         if message is None:
             return
@@ -302,6 +308,17 @@ class Courier:
             self._drop_foreign(message)
             return
         self._handle(MessageReceived(message))
+
+    def _on_engine_call(self, payload: bytes) -> bool:
+        """Whether it was a call of our scheduler in another process."""
+        try:
+            event = decode_call(payload, self._engine_token, self._limits)
+        except RemoteProtocolError as error:
+            _log.error("%s", error)
+            return True
+        if event is not None:
+            self._handle(event)
+        return event is not None
 
     def _on_notification(self, notification: Notification) -> None:
         """A message over the data path. A registration may be a peer's first sign of life; it is

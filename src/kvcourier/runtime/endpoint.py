@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry
 
 from kvcourier.config import EndpointConfig, TransferMode
 from kvcourier.core import handshake
-from kvcourier.core.endpoint import Endpoint as RankEndpoint
 from kvcourier.core.events import (
     BlockGroups,
     BlocksReserved,
@@ -32,12 +31,9 @@ from kvcourier.core.params import HoldIntent, WantIntent
 from kvcourier.core.workspace import Counted
 from kvcourier.errors import ConfigError, KVCourierError, ParamsError
 from kvcourier.ids import (
-    AgentName,
     BlockId,
     HoldId,
     Incarnation,
-    InstanceAddress,
-    PeerRank,
     Rank,
     RequestId,
     TransferKey,
@@ -45,13 +41,11 @@ from kvcourier.ids import (
 from kvcourier.layout.geometry import RankCache, TokenSpan
 from kvcourier.runtime.courier import Courier
 from kvcourier.runtime.metrics import CoreCollector, CourierMetrics, Snapshot
+from kvcourier.runtime.rank import TransportFactory, open_rank
 from kvcourier.runtime.requests import RequestTable
-from kvcourier.runtime.side_channel import HandshakeServer, SideChannel
-from kvcourier.transport.interface import Transport
+from kvcourier.runtime.side_channel import HandshakeServer
 
 _log = logging.getLogger(__name__)
-
-TransportFactory = Callable[[AgentName], Transport]
 
 
 class KvEndpoint:
@@ -114,9 +108,7 @@ class KvEndpoint:
             )
             geometries = {rank: cache.geometry for rank, cache in self._caches.items()}
             facts = handshake.facts_of(config.model, geometries)
-            offers = [
-                self._open_rank(cache, facts, self._server.port) for cache in self._caches.values()
-            ]
+            offers = [self._open_rank(cache, self._server.port) for cache in self._caches.values()]
         except BaseException:
             self.close()
             raise
@@ -286,37 +278,21 @@ class KvEndpoint:
 
     # Inside.
 
-    def _open_rank(
-        self, cache: RankCache, facts: handshake.Facts, server_port: int
-    ) -> handshake.RankOffer:
-        config, rank = self.config, cache.rank
-        me = PeerRank(config.engine_id, self.incarnation, rank)
-        agent_name = AgentName(f"{config.engine_id}:{self.incarnation[:12]}:{rank}")
-        transport = self._transport_factory(agent_name)
-        transport.register(cache.regions)
-        channel = SideChannel(me, config.side_channel_host, config.limits.max_message_bytes)
-        endpoint = RankEndpoint(
-            me,
-            InstanceAddress(config.engine_id, config.side_channel_host, server_port),
-            {each.rank: each.geometry for each in self._caches.values()},
-            config.timing,
-            config.limits,
-        )
-        self._couriers[rank] = Courier(
-            endpoint,
+    def _open_rank(self, cache: RankCache, server_port: int) -> handshake.RankOffer:
+        rank = cache.rank
+        courier, offer = open_rank(
+            self.config,
+            self.incarnation,
             cache,
-            transport,
-            channel,
-            facts,
-            config=config.courier,
-            limits=config.limits,
+            {each.rank: each.geometry for each in self._caches.values()},
+            self._transport_factory,
+            server_port=server_port,
             metrics=self._metrics,
             on_report=lambda report: self._on_rank_report(rank, report),
             on_death=lambda: self._on_report(),
         )
-        return handshake.rank_offer(
-            cache, transport.agent_name, transport.agent_metadata(), channel.port
-        )
+        self._couriers[rank] = courier
+        return offer
 
     def _submit(self, event: Event) -> None:
         for courier in self._couriers.values():

@@ -1,0 +1,160 @@
+"""An engine's calls to couriers in other processes.
+
+Decides the calls and their bytes. A scheduler process sends them to the courier socket of each of
+its workers, so that a finished prompt is handed over at once and not with the next engine step.
+Refuses to know vLLM. Calls of one scheduler arrive in order; each is proven by a token that the
+worker made and told its scheduler alone.
+"""
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, NewType
+
+import msgspec
+import zmq
+
+from kvcourier.config import Limits
+from kvcourier.core.events import (
+    BlocksReserved,
+    Event,
+    HoldBegun,
+    PrefillFinished,
+    RequestAborted,
+    WantBegun,
+    WantDeclined,
+)
+from kvcourier.core.params import HoldIntent, parse_params
+from kvcourier.errors import LocalProtocolError, ParamsError, RemoteProtocolError
+from kvcourier.ids import BlockId, HoldId, RequestId, TransferId, TransferKey
+from kvcourier.layout.geometry import TokenSpan
+
+EngineToken = NewType("EngineToken", bytes)
+_TOKEN_BYTES = 32
+
+
+class EngineCall(msgspec.Struct, frozen=True, tag_field="call"):
+    """Base of all calls."""
+
+    request_id: str
+
+
+class BeginHold(EngineCall, frozen=True, tag="begin_hold"):
+    """P: a prompt that somebody wants was accepted."""
+
+    hold_id: str
+    transfer_id: str | None
+    part: int
+
+
+class FinishPrefill(EngineCall, frozen=True, tag="finish_prefill"):
+    """P: its KV is written in these blocks, which are the courier's now."""
+
+    block_ids: list[list[int]]
+    num_tokens: int
+
+
+class Expect(EngineCall, frozen=True, tag="expect"):
+    """D: a request whose KV somebody holds was accepted; `params` as they came."""
+
+    params: dict[str, Any]
+
+
+class Receive(EngineCall, frozen=True, tag="receive"):
+    """D: get positions [start, stop) into these blocks, which are the courier's now."""
+
+    block_ids: list[list[int]]
+    start: int
+    stop: int
+
+
+class Decline(EngineCall, frozen=True, tag="decline"):
+    """D: nothing is needed after all."""
+
+
+class Abort(EngineCall, frozen=True, tag="abort"):
+    """Either side: the request has ended early."""
+
+
+AnyCall = BeginHold | FinishPrefill | Expect | Receive | Decline | Abort
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyCall] = msgspec.msgpack.Decoder(AnyCall)
+
+
+def new_token() -> EngineToken:
+    """A token nobody can guess."""
+    return EngineToken(secrets.token_bytes(_TOKEN_BYTES))
+
+
+def decode_call(payload: bytes, token: EngineToken | None, limits: Limits) -> Event | None:
+    """The core's event for a call; None if the payload is no call of our scheduler.
+
+    Raises:
+        RemoteProtocolError: the token is right and the call is not: another version of us.
+    """
+    if token is None or not secrets.compare_digest(payload[:_TOKEN_BYTES], token):
+        return None
+    try:
+        return event_of(_decoder.decode(payload[_TOKEN_BYTES:]), limits)
+    except (msgspec.DecodeError, ParamsError) as error:
+        raise RemoteProtocolError(f"engine call cannot be read: {error}") from None
+
+
+def event_of(call: AnyCall, limits: Limits) -> Event:
+    """The core's event for a call. Raises ParamsError: the params of an `Expect` are unusable."""
+    request_id = RequestId(call.request_id)
+    match call:
+        case BeginHold():
+            key = TransferKey(TransferId(call.transfer_id), call.part) if call.transfer_id else None
+            return HoldBegun(request_id, HoldId(call.hold_id), key)
+        case FinishPrefill():
+            return PrefillFinished(request_id, _groups(call.block_ids), call.num_tokens)
+        case Expect():
+            intent = parse_params(call.params, limits)
+            if intent is None or isinstance(intent, HoldIntent):
+                raise ParamsError("do_remote_prefill", "true", call.params)
+            return WantBegun(request_id, intent)
+        case Receive():
+            span = TokenSpan(call.start, call.stop)
+            return BlocksReserved(request_id, _groups(call.block_ids), span)
+        case Decline():
+            return WantDeclined(request_id)
+        case Abort():
+            return RequestAborted(request_id)
+
+
+class EngineLink:
+    """A scheduler's way to the couriers of all its ranks; used from one thread."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._sockets: list[tuple[zmq.Socket[bytes], EngineToken]] = []
+
+    def connect(self, host: str, port: int, token: EngineToken) -> None:
+        """Add a rank's courier."""
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 200)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.IPV6, ":" in host)
+        socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+        self._sockets.append((socket, token))
+
+    def send(self, call: AnyCall) -> None:
+        """Tell every rank; never waits.
+
+        Raises:
+            LocalProtocolError: no rank is connected yet.
+        """
+        if not self._sockets:
+            raise LocalProtocolError("no courier is connected to this scheduler yet")
+        payload = _encoder.encode(call)
+        for socket, token in self._sockets:
+            socket.send(token + payload, zmq.DONTWAIT)
+
+    def close(self) -> None:
+        """Close all sockets; what was sent gets a moment to leave."""
+        self._context.destroy(linger=200)
+
+
+def _groups(block_ids: Sequence[Sequence[int]]) -> tuple[tuple[BlockId, ...], ...]:
+    return tuple(tuple(BlockId(block) for block in group) for group in block_ids)
