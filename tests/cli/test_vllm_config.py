@@ -169,3 +169,10 @@ def test_what_cannot_be_told_to_others_is_refused(flags: tuple[str, ...], expect
     assert result.exit_code == 2
     assert result.stdout == ""
     assert re.search(expected, result.stderr), result.stderr
+
+
+def test_the_help_has_an_example_for_both_roles() -> None:
+    text = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["vllm-config", "--help"]).stdout
+    for role in ("prefill", "decode"):
+        assert f"kvcourier vllm-config --role {role} --model" in text
+    assert "--config" in text

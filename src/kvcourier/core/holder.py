@@ -34,7 +34,7 @@ from kvcourier.core.messages import (
     Renew,
     Renewed,
 )
-from kvcourier.core.outcomes import Outcome
+from kvcourier.core.outcomes import Outcome, Side
 from kvcourier.core.peers import Peer, PeerState
 from kvcourier.core.rendezvous import Rendezvous
 from kvcourier.core.workspace import Counted, Owner, TimerKind, Workspace
@@ -385,7 +385,7 @@ class Holder:
             self._deliveries.end_with_hold(delivery, reason)
         if outcome is not None:
             told = "" if outcome is Outcome.SENT else reason
-            self._space.tell(hold.request_id, outcome, told)
+            self._space.tell(Side.HOLD, hold.request_id, outcome, told)
         if self._is_quiet(hold):
             self._release(hold, HoldEvent.ENDED_QUIET)
         else:
@@ -407,7 +407,7 @@ class Holder:
             self._space.leave_peer(delivery.registration.address, delivery.registration.request_id)
         self._ended.remember(hold)
         if had_blocks:
-            self._space.tell(hold.request_id, Outcome.RELEASED)
+            self._space.tell(Side.HOLD, hold.request_id, Outcome.RELEASED, block_ids=hold.block_ids)
 
     def _is_quiet(self, hold: Hold) -> bool:
         return all(

@@ -6,7 +6,7 @@ Decides the closed set of outcomes. Refuses to know how they come about.
 import enum
 from dataclasses import dataclass
 
-from kvcourier.ids import RequestId
+from kvcourier.ids import BlockId, RequestId
 
 
 class Outcome(enum.StrEnum):
@@ -34,10 +34,25 @@ class Outcome(enum.StrEnum):
     """The blocks handed over are the engine's again: nothing in flight can touch them."""
 
 
+class Side(enum.StrEnum):
+    """Which end of a transfer a request is; an id is unique within each."""
+
+    HOLD = "hold"
+    WANT = "want"
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One outcome; `reason` is a sentence for the failed ones, else empty."""
+    """One outcome.
+
+    Attributes:
+        reason: a sentence for the failed ones, else empty.
+        side: which end of a transfer the request is.
+        block_ids: for RELEASED, the blocks that were handed over, per cache group.
+    """
 
     request_id: RequestId
     outcome: Outcome
     reason: str = ""
+    side: Side | None = None
+    block_ids: tuple[tuple[BlockId, ...], ...] = ()

@@ -8,12 +8,20 @@ Nothing in the dict is trusted: vLLM's scheduler died of missing keys (CVE-2026-
 of prompts sharing one dict (CVE-2026-94623) and of a huge `tp_size` (CVE-2026-94626).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvcourier.config import Limits
+from kvcourier.config import Limits, TransferMode
 from kvcourier.errors import ParamsError
-from kvcourier.ids import BlockId, EngineId, HoldId, Incarnation, RequestId, TransferId
+from kvcourier.ids import (
+    BlockId,
+    EngineId,
+    HoldId,
+    Incarnation,
+    RequestId,
+    TransferId,
+    TransferKey,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +139,43 @@ def parse_params(params: object, limits: Limits) -> Intent | None:
         transfer_id=_as_transfer_id(transfer_id),
         part=part,
     )
+
+
+def handoff_params(
+    holder: HolderAddress,
+    request_id: RequestId,
+    block_ids: Sequence[Sequence[int]],
+    num_tokens: int,
+    hold_id: HoldId,
+    incarnation: Incarnation,
+    modes: Collection[TransferMode],
+    key: TransferKey | None,
+) -> dict[str, object]:
+    """The `kv_transfer_params` of a holder's answer, for a router to relay to the wanter.
+
+    vLLM's keys and meanings, and `remote_hold_id` and `remote_incarnation` of ours.
+    """
+    params: dict[str, object] = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [list(group) for group in block_ids],
+        "remote_engine_id": holder.engine_id,
+        "remote_request_id": request_id,
+        "remote_host": holder.host,
+        "remote_port": holder.port,
+        "tp_size": holder.tp_size,
+        "pp_size": holder.pp_size,
+        "dcp_size": 1,
+        "remote_num_tokens": num_tokens,
+        "remote_blocks_expiry_time": None,
+        "remote_hold_id": hold_id,
+        "remote_incarnation": incarnation,
+        # Any of our modes works with these; a router that tells vLLM's two apart reads this.
+        "transfer_mode": min(modes, key=list(TransferMode).index).value,
+    }
+    if key is not None:
+        params |= {"transfer_id": key.transfer_id, "part": key.part}
+    return params
 
 
 def _as_transfer_id(text: str | None) -> TransferId | None:

@@ -18,7 +18,7 @@ from kvcourier.core.coverage import Coverage
 from kvcourier.core.events import BlocksReserved, WantBegun
 from kvcourier.core.lifecycle import WantEvent, WantState
 from kvcourier.core.messages import Fail, Fenced, Landed, Registered, RenewItem
-from kvcourier.core.outcomes import Outcome
+from kvcourier.core.outcomes import Outcome, Side
 from kvcourier.core.peers import Peer, PeerState
 from kvcourier.core.wants import Link, Want
 from kvcourier.core.workspace import Counted, Owner, TimerKind, Workspace
@@ -341,7 +341,7 @@ class Wanter:
             self._receive(want, WantEvent.PROVEN)
 
     def _receive(self, want: Want, event: WantEvent) -> None:
-        self._space.tell(want.request_id, Outcome.RECEIVED)
+        self._space.tell(Side.WANT, want.request_id, Outcome.RECEIVED)
         # A written-to holder rank knows by itself; one that we READ from or only free does not.
         self._let_go(want, read=want.pulls)
         self._release(want, event)
@@ -373,7 +373,7 @@ class Wanter:
         """The KV will not come, or is not wanted; None where the engine needs no outcome."""
         want.reason = reason
         if outcome is not None:
-            self._space.tell(want.request_id, outcome, reason)
+            self._space.tell(Side.WANT, want.request_id, outcome, reason)
         if not want.pulls:
             for link in want.sources:
                 self._asks.cancel(want, link)
@@ -405,7 +405,7 @@ class Wanter:
         self._space.cancel_timer(TimerKind.RESEND, want.request_id)
         self._space.leave_peer(want.address, want.request_id)
         if had_blocks:
-            self._space.tell(want.request_id, Outcome.RELEASED)
+            self._space.tell(Side.WANT, want.request_id, Outcome.RELEASED, block_ids=want.block_ids)
 
     def _on_overdue(self, request_id: RequestId) -> None:
         want = self._wants[request_id]

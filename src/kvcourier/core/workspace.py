@@ -13,9 +13,10 @@ from typing import Any
 from kvcourier.config import Limits, Timing, TransferMode
 from kvcourier.core.commands import Command, Connect, Disconnect, SendMessage, Tell
 from kvcourier.core.deadlines import Deadlines
+from kvcourier.core.events import BlockGroups
 from kvcourier.core.flights import FlightTable
 from kvcourier.core.messages import AnyMessage, SenderFields, sender_fields
-from kvcourier.core.outcomes import Outcome, Report
+from kvcourier.core.outcomes import Outcome, Report, Side
 from kvcourier.core.peers import Peer, PeerState, PeerTable
 from kvcourier.core.stories import StoryBook
 from kvcourier.ids import InstanceAddress, PeerRank, Rank, RequestId
@@ -85,9 +86,16 @@ class Workspace:
         commands, self._commands = self._commands, []
         return commands
 
-    def tell(self, request_id: RequestId, outcome: Outcome, reason: str = "") -> None:
+    def tell(
+        self,
+        side: Side,
+        request_id: RequestId,
+        outcome: Outcome,
+        reason: str = "",
+        block_ids: BlockGroups = (),
+    ) -> None:
         """Report to the engine."""
-        self.emit(Tell(Report(request_id, outcome, reason)))
+        self.emit(Tell(Report(request_id, outcome, reason, side, block_ids)))
         self.note(request_id, outcome.value, **({"reason": reason} if reason else {}))
 
     def send(self, peer: PeerRank, message: AnyMessage) -> None:

@@ -30,11 +30,14 @@ class CacheKind(enum.StrEnum):
     """What a layer stores per token."""
 
     KEY_VALUE = "key_value"
+    PACKED_KEY_VALUE = "packed_key_value"
     LATENT = "latent"
 
     @property
     def num_planes(self) -> int:
-        """Independent arrays per layer: K and V, or one latent vector."""
+        """Independent arrays per layer: K and V, or one that holds both side by side, or one
+        latent vector. Packed means that a head of a token is one cell of K followed by V, as in
+        vLLM's caches, so that `head_dim` is the sum of both."""
         return 2 if self is CacheKind.KEY_VALUE else 1
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kvcourier.config import EndpointConfig, TransferMode
+from kvcourier.config import EndpointConfig
 from kvcourier.core import handshake
 from kvcourier.core.events import (
     BlockGroups,
@@ -27,7 +27,7 @@ from kvcourier.core.events import (
     WantDeclined,
 )
 from kvcourier.core.outcomes import Outcome, Report
-from kvcourier.core.params import HoldIntent, WantIntent
+from kvcourier.core.params import HolderAddress, HoldIntent, WantIntent, handoff_params
 from kvcourier.core.workspace import Counted
 from kvcourier.errors import ConfigError, KVCourierError, ParamsError
 from kvcourier.ids import (
@@ -181,27 +181,17 @@ class KvEndpoint:
         host, port = self._side_channel_address()
         with self._lock:
             hold_id, key = self._computing.pop(request_id)
-        params = {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_block_ids": [list(group) for group in groups],
-            "remote_engine_id": self.config.engine_id,
-            "remote_request_id": request_id,
-            "remote_host": host,
-            "remote_port": port,
-            "tp_size": self._tp_size,
-            "pp_size": self._pp_size,
-            "dcp_size": 1,
-            "remote_num_tokens": num_tokens,
-            "remote_blocks_expiry_time": None,
-            "remote_hold_id": hold_id,
-            "remote_incarnation": self.incarnation,
-            # Any of our modes works with these; a router that tells vLLM's two apart reads this.
-            "transfer_mode": min(self.config.modes, key=list(TransferMode).index).value,
-        }
-        if key is not None:
-            params |= {"transfer_id": key.transfer_id, "part": key.part}
-        return params
+        holder = HolderAddress(self.config.engine_id, host, port, self._tp_size, self._pp_size)
+        return handoff_params(
+            holder,
+            request_id,
+            groups,
+            num_tokens,
+            hold_id,
+            self.incarnation,
+            self.config.modes,
+            key,
+        )
 
     # Wanting (D).
 

@@ -111,7 +111,7 @@ class RequestTable:
         self._forget(report.request_id, tracked)
         told = []
         if tracked.success and tracked.succeeded == self._ranks and not tracked.aborted:
-            told.append(Report(report.request_id, tracked.success))
+            told.append(Report(report.request_id, tracked.success, side=report.side))
         return [*told, report]
 
     def _forget(self, request_id: RequestId, tracked: _Tracked) -> None:

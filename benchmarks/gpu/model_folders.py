@@ -1,0 +1,89 @@
+"""Model folders without weights: the dense Qwen3 shapes, for vLLM's `--load-format dummy`.
+
+Decides shapes and a tokenizer in which each id is a word. Refuses to know who serves them.
+"""
+
+import json
+from pathlib import Path
+
+VOCAB_SIZE = 151_936
+_END, _PAD = "<end>", "<pad>"
+
+# Of the models' own config.json: width, MLP width, layers, query heads, tied embeddings.
+_SHAPES = {
+    "0.6b": (1024, 3072, 28, 16, True),
+    "8b": (4096, 12288, 36, 32, False),
+}
+SIZES = tuple(_SHAPES)
+
+
+def write_model_folder(parent: Path, size: str) -> Path:
+    """Write one of SIZES under `parent`; returns its folder, which needs no network to serve."""
+    width, mlp_width, num_layers, num_heads, tied = _SHAPES[size]
+    folder = parent / f"qwen3-{size}"
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": width,
+        "intermediate_size": mlp_width,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    for name, content in {
+        "config.json": config,
+        "tokenizer.json": _tokenizer(),
+        "tokenizer_config.json": {
+            "tokenizer_class": "TokenizersBackend",
+            "backend": "tokenizers",
+            "eos_token": _END,
+            "pad_token": _PAD,
+            "model_max_length": 1_000_000,
+        },
+    }.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def _tokenizer() -> dict[str, object]:
+    """A word for every id, so that any id that random weights choose can be shown."""
+    specials = (_END, _PAD)
+    words = [*specials, *(f"w{index}" for index in range(len(specials), VOCAB_SIZE))]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": index,
+                "content": word,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for index, word in enumerate(specials)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "WordLevel",
+            "vocab": {word: index for index, word in enumerate(words)},
+            "unk_token": _END,
+        },
+    }

@@ -1,0 +1,19 @@
+"""vLLM's side of kvcourier, loaded out of tree.
+
+    --kv-transfer-config '{"kv_connector": "CourierConnector",
+                           "kv_connector_module_path": "kvcourier.vllm_connector",
+                           "kv_role": "kv_producer", ...}'
+
+Decides nothing about transfers: it translates vLLM's hooks into engine calls and the couriers'
+reports back. The only package that imports vllm.
+
+Reading path: `connector` (vLLM's hooks), `scheduler_side` (which call a hook means), `worker_side`
+(the rank's courier), `caches` (vLLM's tensors as a cache geometry), `settings`, `versions`.
+
+Common changes: a hook that differs between releases of vLLM goes into `versions`; a new kind of
+cache into `caches`; a new key of `kv_connector_extra_config` into `settings` and docs/vllm.md.
+"""
+
+from kvcourier.vllm_connector.connector import CourierConnector
+
+__all__ = ["CourierConnector"]

@@ -1,0 +1,181 @@
+"""The class vLLM loads, on both nodes and for both modes.
+
+Decides which hook goes to which side. Refuses to know anything else. Push or pull follows from
+each request's `kv_transfer_params`, so there is no second class to mix it up with (vllm#50620).
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from kvcourier.vllm_connector.caches import read_cache
+from kvcourier.vllm_connector.scheduler_side import SchedulerSide
+from kvcourier.vllm_connector.settings import ConnectorSettings, read_settings
+from kvcourier.vllm_connector.versions import (
+    REPORTS_FAILED_REQUESTS,
+    required_layout,
+    warn_if_untested,
+)
+from kvcourier.vllm_connector.worker_side import WorkerOffer, WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_log = logging.getLogger(__name__)
+
+
+class CourierMetadata(KVConnectorMetadata):
+    """Nothing: calls reach the couriers by their own link, without waiting for a step."""
+
+
+class CourierConnector(KVConnectorBase_V1, SupportsHMA):
+    """Moves KV between vLLM instances by pull and push.
+
+    Raises:
+        ConfigError: vLLM's configuration asks for something not supported yet.
+    """
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        role: KVConnectorRole,
+        kv_cache_config: "KVCacheConfig",
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        warn_if_untested()
+        self._settings: ConnectorSettings = read_settings(vllm_config)
+        self._worker: WorkerSide | None = None
+        self._scheduler: SchedulerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(self._settings, vllm_config.cache_config.block_size)
+
+    # Both sides.
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """Ask for heads outside tokens."""
+        model = vllm_config.model_config
+        return None if model is None else required_layout(model.use_mla)
+
+    def shutdown(self) -> None:
+        """Give sockets, threads and registered memory back."""
+        for side in (self._worker, self._scheduler):
+            if side is not None:
+                side.close()
+
+    # Scheduler side.
+
+    def on_new_request(self, request: Any) -> None:
+        """See SchedulerSide.on_new_request."""
+        self._scheduling.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See SchedulerSide.num_external_tokens."""
+        count = self._scheduling.num_external_tokens(request, num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See SchedulerSide.on_allocated."""
+        self._scheduling.on_allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """Nothing travels with a step."""
+        return CourierMetadata()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See SchedulerSide.on_received."""
+        self._scheduling.on_received(list(connector_output.finished_recving or ()))
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See SchedulerSide.on_finished."""
+        return self._scheduling.on_finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See SchedulerSide.on_finished."""
+        return self._scheduling.on_finished(request, block_ids)
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
+        """See SchedulerSide.connect_workers; keyed by the tensor-parallel rank."""
+        self.set_xfer_handshake_metadata_pp_aware(
+            {(0, rank): offer for rank, offer in metadata.items()}
+        )
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
+        """See SchedulerSide.connect_workers."""
+        self._scheduling.connect_workers(metadata)
+
+    @property
+    def _scheduling(self) -> SchedulerSide:
+        assert self._scheduler is not None, "a scheduler's hook was called on a worker"
+        return self._scheduler
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        """Register the rank's memory and start its courier.
+
+        Raises:
+            ConfigError: a kind of cache that is not supported yet.
+        """
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        cache = read_cache(
+            kv_caches,
+            self._kv_cache_config.kv_cache_groups,
+            total_kv_heads=self._vllm_config.model_config.get_total_num_kv_heads(),
+            tp_rank=get_tensor_model_parallel_rank(),
+            tp_size=self._settings.tp_size,
+        )
+        self._worker = WorkerSide(self._settings, cache)
+        _log.info("registered %s", cache.geometry)
+
+    def get_handshake_metadata(self) -> WorkerOffer | None:
+        """What the scheduler tells peers of this rank."""
+        return self._working.offer
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """See WorkerSide.take_results."""
+        return self._working.take_results()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """What releases of vLLM ask that have no `get_transfer_results`."""
+        results = self._working.take_results()
+        return results.finished_sending, results.finished_recving
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of failed receives, where vLLM does not ask for the requests."""
+        return set() if REPORTS_FAILED_REQUESTS else self._working.take_failed_blocks()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing to do: couriers start by themselves."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request runs when all its KV is there."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """KV goes over when the prompt is finished."""
+
+    def wait_for_save(self) -> None:
+        """Nothing to wait for: blocks are kept until they are sent."""
+
+    @property
+    def _working(self) -> WorkerSide:
+        assert self._worker is not None, "a worker's hook was called before its caches exist"
+        return self._worker

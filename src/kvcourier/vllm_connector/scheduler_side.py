@@ -1,0 +1,199 @@
+"""The scheduler's part: which engine call each of vLLM's hooks means.
+
+Decides nothing about transfers; it remembers, per request, how far vLLM has told us of it, so
+that every courier hears a legal sequence of calls. Refuses to know workers beyond the link.
+
+Nothing here may raise for what a client sent: an exception in vLLM's scheduler ends the engine
+(CVE-2026-94622). Parameters that cannot be used are logged, and the prompt is computed locally.
+"""
+
+import enum
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvcourier.core import handshake
+from kvcourier.core.params import HolderAddress, HoldIntent, handoff_params, parse_params
+from kvcourier.errors import MappingError, ParamsError
+from kvcourier.ids import HoldId, Rank, RequestId, TransferKey
+from kvcourier.runtime.engine_link import (
+    Abort,
+    BeginHold,
+    Decline,
+    EngineLink,
+    Expect,
+    FinishPrefill,
+    Receive,
+)
+from kvcourier.runtime.side_channel import HandshakeServer
+from kvcourier.vllm_connector.settings import ConnectorSettings
+from kvcourier.vllm_connector.worker_side import WorkerOffer
+
+_log = logging.getLogger(__name__)
+_FINISHED_WELL = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
+
+
+class _Phase(enum.Enum):
+    """How far a request is whose KV somebody else holds."""
+
+    QUEUED = enum.auto()
+    RECEIVING = enum.auto()
+
+
+class SchedulerSide:
+    """Translates the hooks of one vLLM scheduler."""
+
+    def __init__(self, settings: ConnectorSettings, block_size: int) -> None:
+        self._settings = settings
+        self._block_size = block_size
+        self._link = EngineLink()
+        self._holds: dict[RequestId, tuple[HoldId, TransferKey | None]] = {}
+        self._keys: set[TransferKey] = set()
+        self._wants: dict[RequestId, _Phase] = {}
+        self._num_holds = 0
+        config = settings.endpoint
+        self._server = HandshakeServer(
+            config.side_channel_host,
+            config.side_channel_port,
+            lambda payload: handshake.answer(payload, self._offer),
+            config.limits.max_message_bytes,
+        )
+
+    # Life.
+
+    def connect_workers(self, offers: Mapping[tuple[int, int], WorkerOffer]) -> None:
+        """All workers have registered their caches: answer handshakes from now on.
+
+        Raises:
+            MappingError: a worker is missing.
+        """
+        config = self._settings.endpoint
+        tp_size, pp_size = handshake.topology([Rank(*rank) for rank in offers])
+        if tp_size != self._settings.tp_size:
+            raise MappingError(f"workers: {self._settings.tp_size} expected, {tp_size} answered")
+        workers = list(offers.values())
+        self._offer = handshake.Offer(
+            engine_id=config.engine_id,
+            incarnation=self._settings.incarnation,
+            modes=sorted(config.modes),
+            facts=workers[0].facts,
+            tp_size=tp_size,
+            pp_size=pp_size,
+            ranks=[worker.offer for worker in workers],
+        )
+        for worker in workers:
+            self._link.connect(worker.host, worker.port, worker.token)
+        self._server.start()
+
+    def close(self) -> None:
+        """Free the side channel's port."""
+        self._server.close()
+        self._link.close()
+
+    # Hooks.
+
+    def on_new_request(self, request: Any) -> None:
+        """A request was accepted; it may take part in a transfer."""
+        request_id = RequestId(request.request_id)
+        params = request.kv_transfer_params
+        try:
+            intent = parse_params(params, self._settings.endpoint.limits)
+        except ParamsError as error:
+            _log.error("%s: computed without a transfer: %s", request_id, error)
+            return
+        if isinstance(intent, HoldIntent):
+            self._begin_hold(request_id, intent)
+        elif intent is not None:
+            self._wants[request_id] = _Phase.QUEUED
+            self._link.send(Expect(request_id, params))
+
+    def num_external_tokens(self, request: Any, num_computed_tokens: int) -> int:
+        """How many tokens after the computed ones come from somebody else. No side effects."""
+        if self._wants.get(RequestId(request.request_id)) is not _Phase.QUEUED:
+            return 0
+        missing = int(request.num_prompt_tokens) - num_computed_tokens
+        # The last prompt token is computed in any case.
+        worth_it = missing > max(1, self._settings.recompute_threshold)
+        aligned = num_computed_tokens % self._block_size == 0
+        return missing if worth_it and aligned else 0
+
+    def on_allocated(
+        self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> None:
+        """Blocks for the whole prompt are allocated, from position 0 on."""
+        request_id = RequestId(request.request_id)
+        if self._wants.get(request_id) is not _Phase.QUEUED:
+            return
+        if num_external_tokens <= 0:
+            del self._wants[request_id]
+            self._link.send(Decline(request_id))
+            return
+        stop = int(request.num_prompt_tokens)
+        start = stop - num_external_tokens
+        self._wants[request_id] = _Phase.RECEIVING
+        wanted = [list(group)[start // self._block_size :] for group in block_ids]
+        self._link.send(Receive(request_id, wanted, start, stop))
+
+    def on_received(self, request_ids: Sequence[str]) -> None:
+        """Receives have ended, well or not; their blocks are vLLM's again."""
+        for request_id in request_ids:
+            self._wants.pop(RequestId(request_id), None)
+
+    def on_finished(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over: (whether its blocks stay ours until sent, params for the answer)."""
+        request_id = RequestId(request.request_id)
+        if request_id in self._wants:
+            del self._wants[request_id]
+            self._link.send(Abort(request_id))
+            return False, None
+        if request_id not in self._holds:
+            return False, None
+        hold_id, key = self._holds.pop(request_id)
+        if key is not None:
+            self._keys.discard(key)
+        finished_well = request.status.name in _FINISHED_WELL
+        if not finished_well or not any(block_ids):
+            self._link.send(Abort(request_id))
+            return False, None
+        groups = [list(group) for group in block_ids]
+        num_tokens = int(request.num_prompt_tokens)
+        self._link.send(FinishPrefill(request_id, groups, num_tokens))
+        config = self._settings.endpoint
+        holder = HolderAddress(
+            config.engine_id,
+            config.side_channel_host,
+            self._server.port,
+            self._settings.tp_size,
+            1,
+        )
+        return True, handoff_params(
+            holder,
+            request_id,
+            groups,
+            num_tokens,
+            hold_id,
+            self._settings.incarnation,
+            config.modes,
+            key,
+        )
+
+    def _begin_hold(self, request_id: RequestId, intent: HoldIntent) -> None:
+        key = TransferKey(intent.transfer_id, intent.part) if intent.transfer_id else None
+        if key in self._keys:
+            _log.error("%s: transfer id %s is in use; held under its own id only", request_id, key)
+            key = None
+        if key is not None:
+            self._keys.add(key)
+        self._num_holds += 1
+        hold_id = HoldId(f"{self._settings.incarnation}:{self._num_holds}")
+        self._holds[request_id] = (hold_id, key)
+        self._link.send(
+            BeginHold(
+                request_id,
+                hold_id,
+                key.transfer_id if key is not None else None,
+                key.part if key is not None else 0,
+            )
+        )

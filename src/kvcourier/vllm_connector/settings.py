@@ -1,0 +1,129 @@
+"""From vLLM's configuration to kvcourier's.
+
+Decides which keys of `kv_connector_extra_config` are read and what is refused at start-up because
+it is not supported. Refuses to know tensors and requests.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvcourier.config import (
+    CourierConfig,
+    EndpointConfig,
+    Timing,
+    side_channel_address,
+)
+from kvcourier.errors import ConfigError
+from kvcourier.ids import EngineId, Incarnation
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_log = logging.getLogger(__name__)
+_TIMING = Timing()
+_COURIER = CourierConfig()
+
+_KNOWN_KEYS = frozenset(
+    {
+        "backends",
+        "num_threads",
+        "kv_lease_duration",
+        "push_registration_timeout",
+        "kv_recompute_threshold",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorSettings:
+    """Everything both sides of the connector need.
+
+    Attributes:
+        endpoint: kvcourier's own configuration.
+        incarnation: this life of this instance, the same in its scheduler and all its workers.
+        tp_size: tensor-parallel size.
+        recompute_threshold: tokens; a remainder of at most so many is computed, not fetched.
+    """
+
+    endpoint: EndpointConfig
+    incarnation: Incarnation
+    tp_size: int
+    recompute_threshold: int
+
+
+def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
+    """Check vLLM's configuration and take what we need.
+
+    Raises:
+        ConfigError: something in it is not supported, or a key has an unusable value.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.engine_id is None:
+        raise ConfigError("kv_transfer_config: expected one with an engine_id, found none")
+    _refuse_unsupported(vllm_config)
+    extra: Mapping[str, Any] = transfer.kv_connector_extra_config or {}
+    for key in sorted(extra.keys() - _KNOWN_KEYS):
+        _log.warning(
+            "kv_connector_extra_config.%s is not a key of CourierConnector and has no effect; "
+            "it reads: %s",
+            key,
+            ", ".join(sorted(_KNOWN_KEYS)),
+        )
+    parallel = vllm_config.parallel_config
+    host, port = side_channel_address(None, None, parallel.data_parallel_index)
+    lease_s = _number(extra, "kv_lease_duration", _TIMING.kv_lease_duration)
+    timing = Timing(
+        kv_lease_duration=lease_s,
+        heartbeat_s=min(_TIMING.heartbeat_s, lease_s / 3) if lease_s > 0 else _TIMING.heartbeat_s,
+        push_registration_timeout=_number(
+            extra, "push_registration_timeout", _TIMING.push_registration_timeout
+        ),
+    )
+    backends = extra.get("backends", list(_COURIER.backends))
+    if not isinstance(backends, list) or not backends or not all(map(_is_text, backends)):
+        raise ConfigError(
+            f"kv_connector_extra_config.backends: expected a list of names, found {backends!r}"
+        )
+    return ConnectorSettings(
+        endpoint=EndpointConfig(
+            engine_id=EngineId(transfer.engine_id),
+            model=vllm_config.model_config.model,
+            side_channel_host=host,
+            side_channel_port=port,
+            timing=timing,
+            courier=CourierConfig(
+                backends=tuple(backends),
+                num_threads=int(_number(extra, "num_threads", _COURIER.num_threads)),
+            ),
+        ),
+        incarnation=Incarnation(f"{vllm_config.instance_id}-{parallel.data_parallel_index}"),
+        tp_size=parallel.tensor_parallel_size,
+        recompute_threshold=int(_number(extra, "kv_recompute_threshold", 0)),
+    )
+
+
+def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
+    parallel = vllm_config.parallel_config
+    sizes = {
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "decode_context_parallel_size": getattr(parallel, "decode_context_parallel_size", 1),
+        "prefill_context_parallel_size": getattr(parallel, "prefill_context_parallel_size", 1),
+    }
+    for name, size in sizes.items():
+        if size > 1:
+            raise ConfigError(f"{name}: CourierConnector supports 1 so far, found {size}")
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        raise ConfigError("speculative_config: CourierConnector does not support it so far")
+
+
+def _number(extra: Mapping[str, Any], key: str, default: float) -> float:
+    value = extra.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"kv_connector_extra_config.{key}: expected a number, found {value!r}")
+    return float(value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)

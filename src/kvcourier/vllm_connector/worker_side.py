@@ -1,0 +1,128 @@
+"""One worker's part: the rank's courier, and what it has to tell vLLM.
+
+Decides which report means which of vLLM's results. Refuses to know requests beyond their ids:
+the scheduler's calls come to the courier by themselves (`runtime.engine_link`).
+
+vLLM frees or uses a request's blocks as soon as it is named in `finished_recving`, so a request
+is named there when its blocks are released, never while a write may still be in flight.
+"""
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+
+from kvcourier.core.handshake import Facts, RankOffer, facts_of
+from kvcourier.errors import KVCourierError
+from kvcourier.ids import AgentName, RequestId
+from kvcourier.layout import RankCache
+from kvcourier.runtime.courier import Courier
+from kvcourier.runtime.engine_link import EngineToken, new_token
+from kvcourier.runtime.metrics import CourierMetrics
+from kvcourier.runtime.rank import open_rank
+from kvcourier.runtime.reports import Outcome, Report, Side
+from kvcourier.transport.interface import Transport
+from kvcourier.transport.nixl import NixlTransport
+from kvcourier.vllm_connector.caches import all_ranks
+from kvcourier.vllm_connector.settings import ConnectorSettings
+from kvcourier.vllm_connector.versions import TransferResults
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorkerOffer(KVConnectorHandshakeMetadata):
+    """What a worker tells its scheduler: its rank's offer, and how to call its courier."""
+
+    offer: RankOffer
+    facts: Facts
+    host: str
+    port: int
+    token: EngineToken
+
+
+class WorkerSide:
+    """Owns a rank's courier."""
+
+    def __init__(self, settings: ConnectorSettings, cache: RankCache) -> None:
+        self._reports: deque[Report] = deque()
+        self._failed: set[RequestId] = set()
+        self._failed_blocks: set[int] = set()
+        self._registry = CollectorRegistry()
+        token = new_token()
+        config = settings.endpoint
+
+        def make_transport(name: AgentName) -> Transport:
+            return NixlTransport(
+                name,
+                backends=config.courier.backends,
+                num_threads=config.courier.num_threads,
+                enable_prog_thread=config.courier.enable_prog_thread,
+            )
+
+        geometries = all_ranks(cache.geometry, settings.tp_size)
+        self._courier: Courier
+        self._courier, offer = open_rank(
+            config,
+            settings.incarnation,
+            cache,
+            geometries,
+            make_transport,
+            server_port=config.side_channel_port,
+            metrics=CourierMetrics(self._registry),
+            on_report=self._reports.append,
+            on_death=lambda: None,
+            engine_token=token,
+        )
+        self.offer = WorkerOffer(
+            offer,
+            facts_of(config.model, geometries),
+            config.side_channel_host,
+            offer.side_channel_port,
+            token,
+        )
+        self._courier.start()
+
+    def take_results(self) -> Any:
+        """What has ended since the last time, as vLLM's `KVConnectorTransferResults`.
+
+        Raises:
+            KVCourierError: the courier has died; vLLM's engine must not go on without it.
+        """
+        if self._courier.error is not None:
+            raise KVCourierError(
+                f"{self._courier.thread_name} died: {self._courier.error!r}"
+            ) from self._courier.error
+        results = TransferResults()
+        while self._reports:
+            report = self._reports.popleft()
+            if report.reason:
+                _log.warning("%s: %s: %s", report.request_id, report.outcome, report.reason)
+            if report.outcome is Outcome.RECEIVE_FAILED:
+                self._failed.add(report.request_id)
+            elif report.outcome is Outcome.RELEASED:
+                self._release(report, results)
+        return results
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks of the failed receives of the last `take_results`."""
+        taken, self._failed_blocks = self._failed_blocks, set()
+        return taken
+
+    def close(self) -> None:
+        """Stop the courier and give NIXL back."""
+        self._courier.close()
+
+    def _release(self, report: Report, results: Any) -> None:
+        request_id = report.request_id
+        if report.side is Side.HOLD:
+            results.finished_sending.add(request_id)
+            return
+        results.finished_recving.add(request_id)
+        if request_id in self._failed:
+            self._failed.discard(request_id)
+            results.failed_recving.add(request_id)
+            self._failed_blocks.update(*report.block_ids)
