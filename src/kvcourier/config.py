@@ -130,6 +130,8 @@ class EndpointConfig:
         engine_id: stable name of the instance.
         model: name of the model; peers must serve the same.
         modes: transfer modes this instance takes part in.
+        cache_format: what else the bytes of a cache depend on (attention backend, quantisation);
+            peers must have the same text.
         side_channel_host: address to listen at, also told to peers.
         side_channel_port: port of the handshake server; 0 takes a free one.
     """
@@ -137,6 +139,7 @@ class EndpointConfig:
     engine_id: EngineId
     model: str
     modes: frozenset[TransferMode] = frozenset(TransferMode)
+    cache_format: str = ""
     side_channel_host: str = "localhost"
     side_channel_port: int = DEFAULT_SIDE_CHANNEL_PORT
     timing: Timing = field(default_factory=Timing)

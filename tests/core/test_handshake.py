@@ -142,6 +142,7 @@ DIFFERENT = {
     "head_dim": 5,
     "dtype": "float8_e4m3",
     "itemsize": 1,
+    "cache_format": "fp8",
 }
 
 

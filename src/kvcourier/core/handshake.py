@@ -43,6 +43,7 @@ class Facts(msgspec.Struct, frozen=True):
     head_dim: Index
     dtype: Text
     itemsize: Index
+    cache_format: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
 class GeometryOffer(msgspec.Struct, frozen=True):
@@ -168,7 +169,7 @@ def judge(ours: Facts, theirs: Facts) -> Compatibility:
     )
 
 
-def facts_of(model: str, geometries: Mapping[Rank, CacheGeometry]) -> Facts:
+def facts_of(model: str, geometries: Mapping[Rank, CacheGeometry], cache_format: str = "") -> Facts:
     """The facts of an instance, from what its ranks hold."""
     first = next(iter(geometries.values()))
     layers = {layer for geometry in geometries.values() for layer in geometry.layers}
@@ -180,6 +181,7 @@ def facts_of(model: str, geometries: Mapping[Rank, CacheGeometry]) -> Facts:
         head_dim=first.head_dim,
         dtype=first.dtype,
         itemsize=first.itemsize,
+        cache_format=cache_format,
     )
 
 

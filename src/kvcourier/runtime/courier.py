@@ -56,7 +56,7 @@ from kvcourier.ids import InstanceAddress, PeerRank
 from kvcourier.layout.geometry import RankCache
 from kvcourier.runtime.contacts import Contacts
 from kvcourier.runtime.engine_link import EngineToken, decode_call
-from kvcourier.runtime.metrics import CourierMetrics
+from kvcourier.runtime.metrics import CourierObserver
 from kvcourier.runtime.side_channel import SideChannel, sender_matches
 from kvcourier.transport.interface import (
     Notification,
@@ -89,6 +89,7 @@ class Courier:
         transport: used from the courier's thread only, once it runs.
         channel: likewise.
         facts: ours, for the handshakes we ask for.
+        observer: told of operations and dropped messages.
         on_report: called on the courier's thread with each report.
         on_death: called on the courier's thread when it ends by an error, kept in `error`.
         engine_token: proves calls of a scheduler in another process; see `engine_link`.
@@ -104,7 +105,7 @@ class Courier:
         *,
         config: CourierConfig,
         limits: Limits,
-        metrics: CourierMetrics,
+        observer: CourierObserver,
         on_report: Callable[[Report], None],
         on_death: Callable[[], None],
         engine_token: EngineToken | None = None,
@@ -118,7 +119,7 @@ class Courier:
         self._facts = facts
         self._config = config
         self._limits = limits
-        self._metrics = metrics
+        self._observer = observer
         self._on_report = on_report
         self._on_death = on_death
         self._engine_token = engine_token
@@ -212,7 +213,7 @@ class Courier:
                 self._post(command)
             case SendMessage(peer, message):
                 if not self._channel.send(peer, encode(message)):
-                    self._metrics.dropped_messages.labels("no_way_to_peer").inc()
+                    self._observer.dropped("no_way_to_peer")
             case SendNotification(peer, address, message):
                 self._notify(peer, address, encode(message))
             case Tell(report):
@@ -244,7 +245,7 @@ class Courier:
                 operation, agent, local=sides.local, remote=sides.remote, notice=notice
             )
         except (MappingError, PostFailed, RemoteProtocolError, PeerLostError) as error:
-            self._metrics.failed_transfers.labels(operation).inc()
+            self._observer.failed(operation)
             self._events.append(PostRefused(command.operation_id, str(error)))
             if isinstance(error, PeerLostError):
                 self._lose(command.address, command.peer, str(error))
@@ -253,9 +254,7 @@ class Courier:
         self._flights[command.operation_id] = _Flight(
             handle, operation, command.peer, command.address, started
         )
-        self._metrics.post_seconds.labels(operation).observe(now - started)
-        self._metrics.transfer_bytes.labels(operation).observe(sides.num_bytes)
-        self._metrics.transfer_pieces.labels(operation).observe(len(sides.local))
+        self._observer.posted(operation, now - started, sides.num_bytes, len(sides.local))
         self._events.append(
             TransferPosted(
                 command.operation_id,
@@ -275,12 +274,10 @@ class Courier:
             return
         self._transport.release(flight.handle)
         if status.state is TransferState.DONE:
-            self._metrics.transfer_seconds.labels(flight.operation).observe(
-                self._clock() - flight.posted_at
-            )
+            self._observer.completed(flight.operation, self._clock() - flight.posted_at)
             self._handle(TransferCompleted(operation_id))
             return
-        self._metrics.failed_transfers.labels(flight.operation).inc()
+        self._observer.failed(flight.operation)
         if status.peer_lost:
             self._lose(flight.address, flight.peer, status.reason)
         self._handle(TransferFailed(operation_id, status.reason))
@@ -338,13 +335,13 @@ class Courier:
         try:
             return decode(payload, self._limits)
         except RemoteProtocolError as error:
-            self._metrics.dropped_messages.labels("malformed").inc()
+            self._observer.dropped("malformed")
             _log.warning("message dropped: %s", error)
             return None
 
     def _drop_foreign(self, message: AnyMessage) -> None:
         """It did not come by its way, or from whom it says."""
-        self._metrics.dropped_messages.labels("wrong_sender").inc()
+        self._observer.dropped("wrong_sender")
         _log.warning("message dropped: %s did not send this: %s", message.sender, message)
 
     def _connect(self, address: InstanceAddress, mode: TransferMode) -> None:

@@ -107,7 +107,7 @@ class KvEndpoint:
                 config.limits.max_message_bytes,
             )
             geometries = {rank: cache.geometry for rank, cache in self._caches.items()}
-            facts = handshake.facts_of(config.model, geometries)
+            facts = handshake.facts_of(config.model, geometries, config.cache_format)
             offers = [self._open_rank(cache, self._server.port) for cache in self._caches.values()]
         except BaseException:
             self.close()
@@ -277,7 +277,7 @@ class KvEndpoint:
             {each.rank: each.geometry for each in self._caches.values()},
             self._transport_factory,
             server_port=server_port,
-            metrics=self._metrics,
+            observer=self._metrics,
             on_report=lambda report: self._on_rank_report(rank, report),
             on_death=lambda: self._on_report(),
         )

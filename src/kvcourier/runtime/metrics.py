@@ -5,6 +5,7 @@ anything happens. Request ids are never labels: they go into logs and stories.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,6 +17,22 @@ _PIECES = tuple(float(4**exponent) for exponent in range(11))
 
 Snapshot = tuple[Mapping[str, int], Mapping[str, int]]
 """(counters, gauges) of one rank's core, by name."""
+
+
+class CourierObserver(Protocol):
+    """Told by couriers of what happens, on their threads; must be quick."""
+
+    def posted(self, operation: str, seconds: float, num_bytes: int, num_pieces: int) -> None:
+        """An operation runs; `seconds` is how long posting took."""
+
+    def completed(self, operation: str, seconds: float) -> None:
+        """An operation has moved everything, so long after it was posted."""
+
+    def failed(self, operation: str) -> None:
+        """An operation could not be posted or did not complete."""
+
+    def dropped(self, why: str) -> None:
+        """A message was not delivered, or not believed."""
 
 
 class CourierMetrics:
@@ -69,6 +86,24 @@ class CourierMetrics:
             ("why",),
             registry=registry,
         )
+
+    def posted(self, operation: str, seconds: float, num_bytes: int, num_pieces: int) -> None:
+        """See CourierObserver."""
+        self.post_seconds.labels(operation).observe(seconds)
+        self.transfer_bytes.labels(operation).observe(num_bytes)
+        self.transfer_pieces.labels(operation).observe(num_pieces)
+
+    def completed(self, operation: str, seconds: float) -> None:
+        """See CourierObserver."""
+        self.transfer_seconds.labels(operation).observe(seconds)
+
+    def failed(self, operation: str) -> None:
+        """See CourierObserver."""
+        self.failed_transfers.labels(operation).inc()
+
+    def dropped(self, why: str) -> None:
+        """See CourierObserver."""
+        self.dropped_messages.labels(why).inc()
 
 
 class CoreCollector(Collector):

@@ -14,7 +14,7 @@ from kvcourier.ids import AgentName, Incarnation, InstanceAddress, PeerRank, Ran
 from kvcourier.layout.geometry import CacheGeometry, RankCache
 from kvcourier.runtime.courier import Courier
 from kvcourier.runtime.engine_link import EngineToken
-from kvcourier.runtime.metrics import CourierMetrics
+from kvcourier.runtime.metrics import CourierObserver
 from kvcourier.runtime.side_channel import SideChannel
 from kvcourier.transport.interface import Transport
 
@@ -29,7 +29,7 @@ def open_rank(
     transport_factory: TransportFactory,
     *,
     server_port: int,
-    metrics: CourierMetrics,
+    observer: CourierObserver,
     on_report: Callable[[Report], None],
     on_death: Callable[[], None],
     engine_token: EngineToken | None = None,
@@ -61,10 +61,10 @@ def open_rank(
         cache,
         transport,
         channel,
-        handshake.facts_of(config.model, geometries),
+        handshake.facts_of(config.model, geometries, config.cache_format),
         config=config.courier,
         limits=config.limits,
-        metrics=metrics,
+        observer=observer,
         on_report=on_report,
         on_death=on_death,
         engine_token=engine_token,

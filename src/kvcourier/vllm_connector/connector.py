@@ -12,14 +12,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    SupportsHMA,
 )
 
+from kvcourier.layout import MemoryKind
 from kvcourier.vllm_connector.caches import read_cache
 from kvcourier.vllm_connector.scheduler_side import SchedulerSide
 from kvcourier.vllm_connector.settings import ConnectorSettings, read_settings
+from kvcourier.vllm_connector.stats import CourierPromMetrics, CourierStats
 from kvcourier.vllm_connector.versions import (
     REPORTS_FAILED_REQUESTS,
+    attention_backends,
     required_layout,
     warn_if_untested,
 )
@@ -37,8 +39,11 @@ class CourierMetadata(KVConnectorMetadata):
     """Nothing: calls reach the couriers by their own link, without waiting for a step."""
 
 
-class CourierConnector(KVConnectorBase_V1, SupportsHMA):
+class CourierConnector(KVConnectorBase_V1):
     """Moves KV between vLLM instances by pull and push.
+
+    It does not claim support for vLLM's hybrid allocator, so that vLLM keeps one cache group also
+    for models with sliding windows, and a full cache of every layer.
 
     Raises:
         ConfigError: vLLM's configuration asks for something not supported yet.
@@ -65,6 +70,11 @@ class CourierConnector(KVConnectorBase_V1, SupportsHMA):
         """Ask for heads outside tokens."""
         model = vllm_config.model_config
         return None if model is None else required_layout(model.use_mla)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """The caches' memory must stay where it was registered."""
+        return False
 
     def shutdown(self) -> None:
         """Give sockets, threads and registered memory back."""
@@ -94,20 +104,16 @@ class CourierConnector(KVConnectorBase_V1, SupportsHMA):
         return CourierMetadata()
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """See SchedulerSide.on_received."""
-        self._scheduling.on_received(list(connector_output.finished_recving or ()))
+        """See SchedulerSide.on_results: vLLM's scheduler goes through the same two sets next."""
+        self._scheduling.on_results(
+            connector_output.finished_recving, connector_output.finished_sending
+        )
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See SchedulerSide.on_finished."""
         return self._scheduling.on_finished(request, (block_ids,))
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """See SchedulerSide.on_finished."""
-        return self._scheduling.on_finished(request, block_ids)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         """See SchedulerSide.connect_workers; keyed by the tensor-parallel rank."""
@@ -141,7 +147,13 @@ class CourierConnector(KVConnectorBase_V1, SupportsHMA):
             tp_rank=get_tensor_model_parallel_rank(),
             tp_size=self._settings.tp_size,
         )
-        self._worker = WorkerSide(self._settings, cache)
+        backends = attention_backends(self._vllm_config)
+        cache_format = "/".join([*backends, self._vllm_config.cache_config.cache_dtype])
+        if cache.regions[0].memory is MemoryKind.DRAM:
+            # The CPU backend orders K and V inside a block by its own rules, so that only whole
+            # blocks of one size mean the same on both sides.
+            cache_format += f"/blocks of {cache.geometry.block_size}"
+        self._worker = WorkerSide(self._settings, cache, cache_format)
         _log.info("registered %s", cache.geometry)
 
     def get_handshake_metadata(self) -> WorkerOffer | None:
@@ -160,6 +172,26 @@ class CourierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of failed receives, where vLLM does not ask for the requests."""
         return set() if REPORTS_FAILED_REQUESTS else self._working.take_failed_blocks()
+
+    def get_kv_connector_stats(self) -> Any:
+        """What happened since the last time; the scheduler's connector has nothing to add."""
+        return None if self._worker is None else self._worker.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """Statistics as they came over the wire."""
+        return CourierStats(data=data) if data is not None else CourierStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        """vLLM's own `vllm:nixl_*` metrics, filled by us."""
+        return CourierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to do: couriers start by themselves."""

@@ -50,6 +50,7 @@ class SchedulerSide:
         self._holds: dict[RequestId, tuple[HoldId, TransferKey | None]] = {}
         self._keys: set[TransferKey] = set()
         self._wants: dict[RequestId, _Phase] = {}
+        self._lent: set[RequestId] = set()
         self._num_holds = 0
         config = settings.endpoint
         self._server = HandshakeServer(
@@ -103,6 +104,12 @@ class SchedulerSide:
             return
         if isinstance(intent, HoldIntent):
             self._begin_hold(request_id, intent)
+        elif intent is not None and not self._settings.may_receive:
+            _log.error(
+                "%s: computed without a transfer: kv_role kv_producer cannot receive; use "
+                "kv_consumer or kv_both",
+                request_id,
+            )
         elif intent is not None:
             self._wants[request_id] = _Phase.QUEUED
             self._link.send(Expect(request_id, params))
@@ -131,13 +138,24 @@ class SchedulerSide:
         stop = int(request.num_prompt_tokens)
         start = stop - num_external_tokens
         self._wants[request_id] = _Phase.RECEIVING
+        self._lent.add(request_id)
         wanted = [list(group)[start // self._block_size :] for group in block_ids]
         self._link.send(Receive(request_id, wanted, start, stop))
 
-    def on_received(self, request_ids: Sequence[str]) -> None:
-        """Receives have ended, well or not; their blocks are vLLM's again."""
-        for request_id in request_ids:
-            self._wants.pop(RequestId(request_id), None)
+    def on_results(self, received: set[str] | None, sent: set[str] | None) -> None:
+        """Receives and sends have ended, well or not; their blocks are vLLM's again.
+
+        Ids that we do not owe are taken out of the sets: one of them would end vLLM's engine by
+        an assertion (vllm#46240).
+        """
+        for results in (received, sent):
+            for request_id in list(results or ()):
+                if request_id in self._lent:
+                    self._lent.discard(RequestId(request_id))
+                    self._wants.pop(RequestId(request_id), None)
+                elif results is not None:
+                    _log.error("%s: a result for blocks that were not lent", request_id)
+                    results.discard(request_id)
 
     def on_finished(
         self, request: Any, block_ids: Sequence[Sequence[int]]
@@ -157,6 +175,7 @@ class SchedulerSide:
         if not finished_well or not any(block_ids):
             self._link.send(Abort(request_id))
             return False, None
+        self._lent.add(request_id)
         groups = [list(group) for group in block_ids]
         num_tokens = int(request.num_prompt_tokens)
         self._link.send(FinishPrefill(request_id, groups, num_tokens))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvcourier.config import (
+    SIDE_CHANNEL_PORT_VARIABLE,
     CourierConfig,
     EndpointConfig,
     Timing,
@@ -45,12 +46,14 @@ class ConnectorSettings:
         incarnation: this life of this instance, the same in its scheduler and all its workers.
         tp_size: tensor-parallel size.
         recompute_threshold: tokens; a remainder of at most so many is computed, not fetched.
+        may_receive: vLLM keeps blocks back until no step can write them (kv_consumer, kv_both).
     """
 
     endpoint: EndpointConfig
     incarnation: Incarnation
     tp_size: int
     recompute_threshold: int
+    may_receive: bool
 
 
 def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
@@ -73,6 +76,10 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
         )
     parallel = vllm_config.parallel_config
     host, port = side_channel_address(None, None, parallel.data_parallel_index)
+    if port == 0:
+        raise ConfigError(
+            f"{SIDE_CHANNEL_PORT_VARIABLE}: expected a port that peers can be told, found 0"
+        )
     lease_s = _number(extra, "kv_lease_duration", _TIMING.kv_lease_duration)
     timing = Timing(
         kv_lease_duration=lease_s,
@@ -101,6 +108,7 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
         incarnation=Incarnation(f"{vllm_config.instance_id}-{parallel.data_parallel_index}"),
         tp_size=parallel.tensor_parallel_size,
         recompute_threshold=int(_number(extra, "kv_recompute_threshold", 0)),
+        may_receive=bool(transfer.is_kv_consumer),
     )
 
 

@@ -56,6 +56,13 @@ def required_layout(uses_mla: bool) -> str | None:
     return "LBHNC" if REPORTS_FAILED_REQUESTS and _names_all_dimensions() else "HND"
 
 
+def attention_backends(vllm_config: Any) -> list[str]:
+    """Names of the attention backends in use: they decide what a block's bytes mean."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+
+    return sorted({backend.get_name() for backend in get_current_attn_backends(vllm_config)})
+
+
 def _names_all_dimensions() -> bool:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 

@@ -9,10 +9,9 @@ is named there when its blocks are released, never while a write may still be in
 
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from kvcourier.core.handshake import Facts, RankOffer, facts_of
@@ -21,13 +20,13 @@ from kvcourier.ids import AgentName, RequestId
 from kvcourier.layout import RankCache
 from kvcourier.runtime.courier import Courier
 from kvcourier.runtime.engine_link import EngineToken, new_token
-from kvcourier.runtime.metrics import CourierMetrics
 from kvcourier.runtime.rank import open_rank
 from kvcourier.runtime.reports import Outcome, Report, Side
 from kvcourier.transport.interface import Transport
 from kvcourier.transport.nixl import NixlTransport
 from kvcourier.vllm_connector.caches import all_ranks
 from kvcourier.vllm_connector.settings import ConnectorSettings
+from kvcourier.vllm_connector.stats import CourierStats, StatsRecorder
 from kvcourier.vllm_connector.versions import TransferResults
 
 _log = logging.getLogger(__name__)
@@ -47,13 +46,13 @@ class WorkerOffer(KVConnectorHandshakeMetadata):
 class WorkerSide:
     """Owns a rank's courier."""
 
-    def __init__(self, settings: ConnectorSettings, cache: RankCache) -> None:
+    def __init__(self, settings: ConnectorSettings, cache: RankCache, cache_format: str) -> None:
         self._reports: deque[Report] = deque()
         self._failed: set[RequestId] = set()
         self._failed_blocks: set[int] = set()
-        self._registry = CollectorRegistry()
+        self._stats = StatsRecorder()
         token = new_token()
-        config = settings.endpoint
+        config = replace(settings.endpoint, cache_format=cache_format)
 
         def make_transport(name: AgentName) -> Transport:
             return NixlTransport(
@@ -72,14 +71,14 @@ class WorkerSide:
             geometries,
             make_transport,
             server_port=config.side_channel_port,
-            metrics=CourierMetrics(self._registry),
+            observer=self._stats,
             on_report=self._reports.append,
             on_death=lambda: None,
             engine_token=token,
         )
         self.offer = WorkerOffer(
             offer,
-            facts_of(config.model, geometries),
+            facts_of(config.model, geometries, cache_format),
             config.side_channel_host,
             offer.side_channel_port,
             token,
@@ -111,6 +110,10 @@ class WorkerSide:
         """Blocks of the failed receives of the last `take_results`."""
         taken, self._failed_blocks = self._failed_blocks, set()
         return taken
+
+    def take_stats(self) -> CourierStats | None:
+        """What happened since the last time; None if nothing did."""
+        return self._stats.take(self._courier.endpoint.counts)
 
     def close(self) -> None:
         """Stop the courier and give NIXL back."""

@@ -1,0 +1,184 @@
+"""What a run is told: the command line, the connectors there are, and the header that records it.
+
+Decides flags, defaults, and which servers each connector needs. Refuses to know how a run goes.
+"""
+
+import argparse
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import platform
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from model_folders import SIZES
+from pair_load import Cell, Way, parse_cells
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEFAULT_OUT = Path(__file__).with_name("results") / "vllm-pairs.json"
+DEFAULT_CELLS = "2000:2:24,2000:6:24,16000:2:16,16000:6:24"
+
+_COURIER = {
+    "kv_connector": "CourierConnector",
+    "kv_connector_module_path": "kvcourier.vllm_connector",
+}
+# Configurations of P and of D. One pair with our connector serves both modes.
+SERVERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nixl-pull": ({"kv_connector": "NixlConnector", "kv_role": "kv_both"},) * 2,
+    "kvcourier": (_COURIER | {"kv_role": "kv_producer"}, _COURIER | {"kv_role": "kv_consumer"}),
+    "nixl-push": ({"kv_connector": "NixlPushConnector", "kv_role": "kv_both"},) * 2,
+}
+# Servers and way of each connector; "single" is a decode server whose connector has nothing to do.
+CONNECTORS = {
+    "vllm-pull": ("nixl-pull", Way.PULL),
+    "kvcourier-pull": ("kvcourier", Way.PULL),
+    "kvcourier-push": ("kvcourier", Way.PUSH),
+    "vllm-push": ("nixl-push", Way.PUSH),
+    "single": ("nixl-pull", Way.SINGLE),
+}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that a run is told."""
+
+    models: tuple[str, ...]
+    connectors: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    out: Path
+    resume: bool
+    commit: str
+    seed: int
+    output_tokens: int
+    gpus: tuple[str, str]
+    time_limit_s: float
+    request_timeout_s: float
+    start_timeout_s: float
+    work_folder: Path
+    kvcourier_extra: dict[str, Any]
+    server_flags: tuple[str, ...]
+    server_command: tuple[str, ...] | None
+    ports: tuple[int, int]
+    side_channel_ports: tuple[int, int]
+
+
+def make_header(settings: Settings) -> dict[str, Any]:
+    """With what, on what and when the rows were made."""
+    manifest = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    return {
+        "versions": {
+            "vllm": _version("vllm"),
+            "nixl": _version("nixl", "nixl-cu13", "nixl-cu12"),
+            "torch": _version("torch"),
+            "kvcourier": manifest["project"]["version"],
+            "python": platform.python_version(),
+        },
+        "gpu": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines(),
+        "commit": settings.commit,
+        "seed": settings.seed,
+        "output_tokens": settings.output_tokens,
+        "kvcourier_extra_config": settings.kvcourier_extra,
+        "server_flags": list(settings.server_flags),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["vllm_pairs.py", *sys.argv[1:]]),
+    }
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
+    """Read the command line; ends the process with a sentence if it cannot be used."""
+    parser = argparse.ArgumentParser(
+        prog="vllm_pairs.py",
+        description="The same load on vLLM's own connectors and on kvcourier; README.md says more.",
+    )
+    add = parser.add_argument
+    add("--models", default=",".join(SIZES), help="of %(default)s, in this order")
+    add("--connectors", default=",".join(CONNECTORS), help="of %(default)s")
+    add("--cells", default=DEFAULT_CELLS, help="TOKENS:QPS:REQUESTS,..., most important first")
+    add("--out", type=Path, default=DEFAULT_OUT, metavar="FILE", help="result file")
+    add("--resume", action="store_true", help="go on with the result file")
+    add("--commit", default=None, help="what is measured; git is asked if not given")
+    add("--seed", type=int, default=7, help="of prompts and arrival times")
+    add("--output-tokens", type=int, default=128)
+    add("--gpus", default="0,1", help="of the prefill and of the decode server")
+    add("--time-limit", type=float, default=float("inf"), metavar="S", help="begin nothing after")
+    add("--request-timeout", type=float, default=90.0, metavar="S")
+    add("--start-timeout", type=float, default=240.0, metavar="S")
+    add("--work-folder", type=Path, default=Path("/tmp/kvcourier-vllm-pairs"), help="models, logs")
+    add("--kvcourier-extra", default="{}", metavar="JSON", help="kv_connector_extra_config")
+    add("--server-flags", default="", help="further flags of both servers, as one text")
+    add("--server-command", default=None, help="instead of python -m vllm...api_server")
+    add("--ports", default="8100,8200", help="HTTP: prefill, decode")
+    add("--side-channel-ports", default="5600,5700", help="prefill, decode")
+    given = parser.parse_args(arguments)
+    try:
+        command = shlex.split(given.server_command) if given.server_command else None
+        extra = json.loads(given.kvcourier_extra)
+        if not isinstance(extra, dict):
+            raise ValueError(f"--kvcourier-extra: expected a JSON object, found {extra!r}")
+        if given.output_tokens < 2:
+            raise ValueError(
+                f"--output-tokens: expected 2 or more, found {given.output_tokens}; "
+                "one token has no TPOT"
+            )
+        return Settings(
+            models=_some_of("--models", given.models, SIZES),
+            connectors=_some_of("--connectors", given.connectors, tuple(CONNECTORS)),
+            cells=tuple(parse_cells(given.cells)),
+            out=given.out,
+            resume=given.resume,
+            commit=given.commit or _output("git", "-C", str(REPOSITORY), "rev-parse", "HEAD"),
+            seed=given.seed,
+            output_tokens=given.output_tokens,
+            gpus=_two("--gpus", given.gpus, str),
+            time_limit_s=given.time_limit,
+            request_timeout_s=given.request_timeout,
+            start_timeout_s=given.start_timeout,
+            work_folder=given.work_folder,
+            kvcourier_extra=extra,
+            server_flags=tuple(shlex.split(given.server_flags)),
+            server_command=tuple(command) if command else None,
+            ports=_two("--ports", given.ports, int),
+            side_channel_ports=_two("--side-channel-ports", given.side_channel_ports, int),
+        )
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _some_of(flag: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    found = tuple(text.split(","))
+    for each in found:
+        if each not in allowed:
+            raise ValueError(f"{flag}: expected some of {', '.join(allowed)}, found {each!r}")
+    return found
+
+
+def _two(flag: str, text: str, read: Callable[[str], T]) -> tuple[T, T]:
+    try:
+        first, second = (read(each) for each in text.split(","))
+    except ValueError:
+        raise ValueError(f"{flag}: expected two, with a comma between, found {text!r}") from None
+    return first, second
+
+
+def _version(*names: str) -> str | None:
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()

@@ -1,0 +1,190 @@
+"""Statistics on their way from a worker to vLLM's `/metrics`.
+
+Decides which of vLLM's `vllm:nixl_*` metrics our events fill. Refuses to know when they happen.
+
+A worker records, vLLM carries the record to its API process and observes it there.
+"""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from kvcourier.core.workspace import Counted
+
+_SECONDS = [0.0005, 0.001, 0.003, 0.005, 0.01, 0.03, 0.05, 0.1, 0.3, 0.5, 1.0, 3.0, 5.0]
+_BYTES = [float(1 << exponent) for exponent in range(10, 37, 2)]
+_PIECES = [float(4**exponent) for exponent in range(9)]
+
+SAMPLES: Mapping[str, tuple[str, str, list[float]]] = {
+    "transfer_duration": (
+        "vllm:nixl_xfer_time_seconds",
+        "Time from posting a transfer until it was done.",
+        _SECONDS,
+    ),
+    "post_duration": (
+        "vllm:nixl_post_time_seconds",
+        "Time the courier thread spent posting a transfer.",
+        _SECONDS,
+    ),
+    "bytes_transferred": ("vllm:nixl_bytes_transferred", "Bytes of one transfer.", _BYTES),
+    "num_descriptors": ("vllm:nixl_num_descriptors", "Descriptors of one transfer.", _PIECES),
+}
+"""Key of a list of samples, to the histogram it fills: name, help, buckets."""
+
+COUNTS: Mapping[str, tuple[str, str]] = {
+    "num_failed_transfers": (
+        "vllm:nixl_num_failed_transfers",
+        "Transfers that could not be posted or did not complete.",
+    ),
+    "num_failed_notifications": (
+        "vllm:nixl_num_failed_notifications",
+        "Messages that were not delivered, or not believed.",
+    ),
+    "num_kv_expired_reqs": (
+        "vllm:nixl_num_kv_expired_reqs",
+        "Prompts whose lease ran out before their KV was collected.",
+    ),
+    "num_notifications_after_expiry": (
+        "vllm:nixl_num_notifications_after_expiry",
+        "Messages about KV that was no longer held or wanted.",
+    ),
+}
+"""Key of a number, to the counter it adds to: name, help."""
+
+_FROM_CORE = {
+    "num_kv_expired_reqs": Counted.LEASES_EXPIRED,
+    "num_notifications_after_expiry": Counted.STALE_REFUSED,
+}
+
+
+@dataclass
+class CourierStats(KVConnectorStats):
+    """What happened in one interval: lists of samples and numbers, as `data`."""
+
+    def __post_init__(self) -> None:
+        for key in SAMPLES:
+            self.data.setdefault(key, [])
+        for key in COUNTS:
+            self.data.setdefault(key, 0)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data.clear()
+        self.__post_init__()
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not any(self.data.values())
+
+    def aggregate(self, other: KVConnectorStats) -> "CourierStats":
+        """Take another interval's or rank's record in."""
+        for key, value in other.data.items():
+            self.data[key] = self.data.get(key, type(value)()) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One line's worth for vLLM's log."""
+        durations, sizes = self.data["transfer_duration"], self.data["bytes_transferred"]
+        seconds = sum(durations)
+        return {
+            "Num transfers": len(durations),
+            "Avg transfer (ms)": round(1e3 * seconds / max(1, len(durations)), 3),
+            "Avg post (ms)": round(
+                1e3 * sum(self.data["post_duration"]) / max(1, len(self.data["post_duration"])), 3
+            ),
+            "Avg MB per transfer": round(sum(sizes) / max(1, len(sizes)) / 1e6, 3),
+            "Avg descriptors": round(
+                sum(self.data["num_descriptors"]) / max(1, len(self.data["num_descriptors"])), 1
+            ),
+            "Failed": self.data["num_failed_transfers"],
+            "Expired": self.data["num_kv_expired_reqs"],
+        }
+
+
+class StatsRecorder:
+    """Listens to a courier (`runtime.metrics.CourierObserver`); thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stats = CourierStats()
+        self._told: dict[str, int] = dict.fromkeys(_FROM_CORE, 0)
+
+    def posted(self, operation: str, seconds: float, num_bytes: int, num_pieces: int) -> None:
+        """An operation runs."""
+        with self._lock:
+            self._stats.data["post_duration"].append(seconds)
+            self._stats.data["bytes_transferred"].append(num_bytes)
+            self._stats.data["num_descriptors"].append(num_pieces)
+
+    def completed(self, operation: str, seconds: float) -> None:
+        """An operation has moved everything."""
+        with self._lock:
+            self._stats.data["transfer_duration"].append(seconds)
+
+    def failed(self, operation: str) -> None:
+        """An operation could not be posted or did not complete."""
+        with self._lock:
+            self._stats.data["num_failed_transfers"] += 1
+
+    def dropped(self, why: str) -> None:
+        """A message was not delivered, or not believed."""
+        with self._lock:
+            self._stats.data["num_failed_notifications"] += 1
+
+    def take(self, counts: Mapping[Counted, int]) -> CourierStats | None:
+        """The record since the last time, with what the core counted meanwhile."""
+        with self._lock:
+            for key, counted in _FROM_CORE.items():
+                total = counts.get(counted, 0)
+                self._stats.data[key] += total - self._told[key]
+                self._told[key] = total
+            if self._stats.is_empty():
+                return None
+            taken, self._stats = self._stats, CourierStats()
+            return taken
+
+
+class CourierPromMetrics(KVConnectorPromMetrics):
+    """The metrics in vLLM's API process."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._histograms = {
+            key: self._per_engine(
+                self._histogram_cls(
+                    name=name, documentation=text, buckets=buckets, labelnames=labelnames
+                )
+            )
+            for key, (name, text, buckets) in SAMPLES.items()
+        }
+        self._counters = {
+            key: self._per_engine(
+                self._counter_cls(name=name, documentation=text, labelnames=labelnames)
+            )
+            for key, (name, text) in COUNTS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Record one interval of one engine."""
+        for key, histograms in self._histograms.items():
+            for value in transfer_stats_data.get(key, ()):
+                histograms[engine_idx].observe(value)
+        for key, counters in self._counters.items():
+            counters[engine_idx].inc(transfer_stats_data.get(key, 0))
+
+    def _per_engine(self, metric: Any) -> dict[int, Any]:
+        return {
+            engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()
+        }
