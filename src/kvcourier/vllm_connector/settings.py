@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _TIMING = Timing()
 _COURIER = CourierConfig()
+_VLLM_NUM_THREADS = 4
 
 _KNOWN_KEYS = frozenset(
     {
@@ -102,7 +103,7 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
             timing=timing,
             courier=CourierConfig(
                 backends=tuple(backends),
-                num_threads=int(_number(extra, "num_threads", _COURIER.num_threads)),
+                num_threads=int(_number(extra, "num_threads", _VLLM_NUM_THREADS)),
             ),
         ),
         incarnation=Incarnation(f"{vllm_config.instance_id}-{parallel.data_parallel_index}"),
