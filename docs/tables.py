@@ -17,17 +17,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from typer.models import ArgumentInfo
+
 from kvcourier.cli.demo import demo
 from kvcourier.cli.probe import probe
 from kvcourier.cli.route import route
 from kvcourier.cli.serve import serve
+from kvcourier.cli.vllm_config import vllm_config
 from kvcourier.config import CourierConfig, EndpointConfig, Limits, Timing
 from kvcourier.engine.config import EngineConfig
 from kvcourier.probe.run import ProbeConfig
 from kvcourier.router.config import RouterConfig, RouterLimits, Timeouts
 
 PAGE = Path(__file__).with_name("configuration.md")
-COMMANDS: tuple[Callable[..., None], ...] = (serve, route, probe, demo)
+COMMANDS: tuple[Callable[..., None], ...] = (serve, route, probe, demo, vllm_config)
 SETTINGS: tuple[type, ...] = (
     EndpointConfig,
     Timing,
@@ -58,7 +61,9 @@ def flag_rows(command: Callable[..., None]) -> Iterator[tuple[str, str, str]]:
         given = [option.default, *(option.param_decls or ())]
         names = [each for each in given if isinstance(each, str) and each.startswith("-")]
         flag = names[0] if names else f"--{name.replace('_', '-')}"
-        if kind is bool:
+        if isinstance(option, ArgumentInfo):
+            flag = "-- ..."
+        if kind is bool and not names:
             flag = f"{flag}`, `--no-{flag.removeprefix('--')}"
         yield f"`{flag}`", _default(parameter.default), _allowed(kind, option) + option.help
 
@@ -77,7 +82,7 @@ def field_rows(settings: type) -> Iterator[tuple[str, str, str]]:
 
 def tables() -> dict[str, str]:
     """Every generated table, by the name in its markers."""
-    made = {f"cli {each.__name__}": _table("flag", flag_rows(each)) for each in COMMANDS}
+    made = {_title(each): _table("flag", flag_rows(each)) for each in COMMANDS}
     return made | {each.__name__: _table("field", field_rows(each)) for each in SETTINGS}
 
 
@@ -94,6 +99,10 @@ def filled(page: str) -> str:
         before, rest = page.split(begin, 1)
         page = f"{before}{begin}\n{table}\n{end}{rest.split(end, 1)[1]}"
     return page
+
+
+def _title(command: Callable[..., None]) -> str:
+    return f"cli {command.__name__.replace('_', '-')}"
 
 
 def _table(first: str, rows: Iterator[tuple[str, str, str]]) -> str:

@@ -2,13 +2,14 @@
 
 import ast
 import dataclasses
-import importlib
 import inspect
+import json
 import pkgutil
 import re
 import runpy
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +18,6 @@ import kvcourier
 from kvcourier import config
 from kvcourier.config import CourierConfig, EndpointConfig, Limits, Timing
 from kvcourier.core import handshake, messages, params
-from kvcourier.runtime.endpoint import KvEndpoint
 
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(kvcourier.__file__).parent
@@ -78,6 +78,12 @@ def struct_fields(module: object) -> dict[str, tuple[str, ...]]:
     }
 
 
+def package_docstring(name: str) -> str:
+    """A package's docstring, read and not imported: the vLLM connector needs vLLM."""
+    source = SOURCE.joinpath(*name.split(".")[1:], "__init__.py")
+    return ast.get_docstring(ast.parse(source.read_text())) or ""
+
+
 def literal_strings(function: object) -> set[str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     return {
@@ -100,14 +106,18 @@ def keys_read() -> set[str]:
 
 
 def keys_returned() -> set[str]:
-    """Keys of the dictionaries that `finish_prefill` builds."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(KvEndpoint.finish_prefill)))
+    """Keys that `handoff_params` puts in, in a dictionary or one by one."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(params.handoff_params)))
     return {
         ast.literal_eval(key)
         for node in ast.walk(tree)
         if isinstance(node, ast.Dict)
         for key in node.keys
         if key is not None
+    } | {
+        ast.literal_eval(node.slice)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
     }
 
 
@@ -171,14 +181,14 @@ def test_architecture_names_enough_files_to_follow_a_request() -> None:
 
 @pytest.mark.parametrize("name", ["kvcourier", *(f"kvcourier.{name}" for name in PACKAGES)])
 def test_every_package_says_where_to_start_and_what_moves_together(name: str) -> None:
-    text = importlib.import_module(name).__doc__ or ""
+    text = package_docstring(name)
     assert "Reading path: " in text
     assert "Common changes:" in text
 
 
 @pytest.mark.parametrize("name", ["kvcourier", *(f"kvcourier.{name}" for name in PACKAGES)])
 def test_modules_on_a_reading_path_exist(name: str) -> None:
-    text = importlib.import_module(name).__doc__ or ""
+    text = package_docstring(name)
     folder = SOURCE.joinpath(*name.split(".")[1:])
     path = text.partition("Reading path: ")[2].partition("\n\n")[0]
     for module in code_in(path):
@@ -268,6 +278,30 @@ def test_configuration_names_every_environment_variable() -> None:
     }
     honoured = {config.SIDE_CHANNEL_HOST_VARIABLE, config.SIDE_CHANNEL_PORT_VARIABLE}
     assert rows == honoured | {"variable"}
+
+
+# Measurements.
+
+
+@pytest.mark.parametrize("name", ["vllm-pairs", "kvcourier-8b-4-threads"])
+def test_benchmark_tables_are_what_was_measured(name: str) -> None:
+    page = (DOCS / "benchmarks.md").read_text()
+    told = page.partition(f"<!-- {name}:begin -->")[2].partition(f"<!-- {name}:end -->")[0]
+    path = ROOT / "benchmarks" / "gpu" / "results" / f"{name}.json"
+    _, *measured = json.loads(path.read_text())
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        waited = row["after_prefill_ms"]
+        return [
+            *(row["model"], str(row["input_tokens"]), f"{row['qps']:g}", f"`{row['connector']}`"),
+            f"{row['ttft_ms']:.0f}",
+            "-" if waited is None else f"{waited:.0f}",
+            f"{row['tpot_ms']:.1f}",
+            f"{row['failures']} of {row['requests']}",
+        ]
+
+    assert measured
+    assert sorted(table_rows(told)[1:]) == sorted(map(cells, measured))
 
 
 # Words.

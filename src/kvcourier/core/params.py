@@ -170,9 +170,10 @@ def handoff_params(
         "remote_blocks_expiry_time": None,
         "remote_hold_id": hold_id,
         "remote_incarnation": incarnation,
-        # Any of our modes works with these; a router that tells vLLM's two apart reads this.
-        "transfer_mode": min(modes, key=list(TransferMode).index).value,
     }
+    if len(modes) == 1:
+        # A router that tells vLLM's two connectors apart reads this; ours is both, unless told.
+        params["transfer_mode"] = next(iter(modes)).value
     if key is not None:
         params |= {"transfer_id": key.transfer_id, "part": key.part}
     return params
