@@ -22,6 +22,7 @@ from kvcourier.config import (
 )
 from kvcourier.errors import ConfigError
 from kvcourier.router.config import MAX_PARALLEL_SIZE, parse_instance_spec
+from kvcourier.vllm_connector.settings import DEFAULT_NUM_THREADS
 
 CONNECTOR = "CourierConnector"
 CONNECTOR_MODULE = "kvcourier.vllm_connector"
@@ -73,7 +74,7 @@ class VllmNode:
     side_channel_host: str
     side_channel_port: int
     backends: tuple[str, ...] = _COURIER.backends
-    num_threads: int = _COURIER.num_threads
+    num_threads: int = DEFAULT_NUM_THREADS
     kv_lease_duration: float = _TIMING.kv_lease_duration
     push_registration_timeout: float = _TIMING.push_registration_timeout
     kv_recompute_threshold: int | None = None
@@ -197,7 +198,7 @@ def vllm_config(
     num_threads: Annotated[
         int,
         typer.Option(min=0, max=256, help="NIXL threads per backend; 0 leaves NIXL's default."),
-    ] = _COURIER.num_threads,
+    ] = DEFAULT_NUM_THREADS,
     kv_lease_duration: Annotated[
         float, typer.Option(help="Seconds to keep KV for a decode instance that is silent.")
     ] = _TIMING.kv_lease_duration,

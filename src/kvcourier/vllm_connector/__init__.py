@@ -8,12 +8,22 @@ Decides nothing about transfers: it translates vLLM's hooks into engine calls an
 reports back. The only package that imports vllm.
 
 Reading path: `connector` (vLLM's hooks), `scheduler_side` (which call a hook means), `worker_side`
-(the rank's courier), `caches` (vLLM's tensors as a cache geometry), `settings`, `versions`.
+(the rank's courier), `caches` (vLLM's tensors as a cache geometry), `stats`, `settings`,
+`versions`.
 
 Common changes: a hook that differs between releases of vLLM goes into `versions`; a new kind of
 cache into `caches`; a new key of `kv_connector_extra_config` into `settings` and docs/vllm.md.
 """
 
-from kvcourier.vllm_connector.connector import CourierConnector
+from typing import Any
 
 __all__ = ["CourierConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when vLLM asks for the class: the other modules are usable, and tested, without vLLM.
+    if name == "CourierConnector":
+        from kvcourier.vllm_connector.connector import CourierConnector
+
+        return CourierConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ Nothing here may raise for what a client sent: an exception in vLLM's scheduler 
 import enum
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcourier.core import handshake
 from kvcourier.core.params import HolderAddress, HoldIntent, handoff_params, parse_params
@@ -27,7 +27,9 @@ from kvcourier.runtime.engine_link import (
 )
 from kvcourier.runtime.side_channel import HandshakeServer
 from kvcourier.vllm_connector.settings import ConnectorSettings
-from kvcourier.vllm_connector.worker_side import WorkerOffer
+
+if TYPE_CHECKING:
+    from kvcourier.vllm_connector.worker_side import WorkerOffer
 
 _log = logging.getLogger(__name__)
 _FINISHED_WELL = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
@@ -62,7 +64,7 @@ class SchedulerSide:
 
     # Life.
 
-    def connect_workers(self, offers: Mapping[tuple[int, int], WorkerOffer]) -> None:
+    def connect_workers(self, offers: "Mapping[tuple[int, int], WorkerOffer]") -> None:
         """All workers have registered their caches: answer handshakes from now on.
 
         Raises:

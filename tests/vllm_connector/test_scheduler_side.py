@@ -1,0 +1,228 @@
+"""vLLM's scheduler hooks, and the calls that reach a courier's socket."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from kvcourier.config import EndpointConfig, Limits
+from kvcourier.core.events import (
+    BlocksReserved,
+    HoldBegun,
+    PrefillFinished,
+    RequestAborted,
+    WantBegun,
+    WantDeclined,
+)
+from kvcourier.core.handshake import facts_of, rank_offer
+from kvcourier.core.params import PullIntent, parse_params
+from kvcourier.ids import AgentName, EngineId, Incarnation, Rank
+from kvcourier.layout import TokenSpan, instance_geometries
+from kvcourier.runtime.engine_link import decode_call, new_token
+from kvcourier.vllm_connector.scheduler_side import SchedulerSide
+from kvcourier.vllm_connector.settings import ConnectorSettings
+from layout_builders import make_instance, model_cache
+
+BLOCK = 16
+LIMIT_MS = 10_000
+PUSH = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "p",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+    "transfer_id": "t1",
+}
+
+
+@dataclass
+class Request:
+    """What the hooks read of vLLM's request."""
+
+    request_id: str
+    kv_transfer_params: dict[str, Any] | None
+    num_prompt_tokens: int = 40
+    status: Any = field(default_factory=lambda: SimpleNamespace(name="RUNNING"))
+
+
+class Rank0:
+    """A courier's socket that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.token = new_token()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+
+    def next(self) -> object:
+        assert self._socket.poll(LIMIT_MS), "no call came"
+        return decode_call(self._socket.recv_multipart()[-1], self.token, Limits())
+
+    def silent(self) -> bool:
+        return not self._socket.poll(50)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank0]:
+    rank = Rank0()
+    yield rank
+    rank.close()
+
+
+def make_side(rank: Rank0, **changes: Any) -> SchedulerSide:
+    config = EndpointConfig(EngineId("p"), "m", side_channel_host="127.0.0.1", side_channel_port=0)
+    values = {"tp_size": 1, "recompute_threshold": 0, "may_receive": True} | changes
+    side = SchedulerSide(
+        ConnectorSettings(endpoint=config, incarnation=Incarnation("life"), **values), BLOCK
+    )
+    geometries = instance_geometries(model_cache(), 1)
+    cache, _ = make_instance(geometries)[Rank(0, 0)]
+    offer = SimpleNamespace(
+        offer=rank_offer(cache, AgentName("a"), b"metadata", rank.port),
+        facts=facts_of("m", geometries),
+        host="127.0.0.1",
+        port=rank.port,
+        token=rank.token,
+    )
+    side.connect_workers({(0, 0): offer})
+    return side
+
+
+@pytest.fixture
+def side(rank: Rank0) -> Iterator[SchedulerSide]:
+    side = make_side(rank)
+    yield side
+    side.close()
+
+
+def finish(side: SchedulerSide, request: Request, status: str, blocks: list[int]):
+    request.status = SimpleNamespace(name=status)
+    return side.on_finished(request, (blocks,))
+
+
+def test_a_held_prompt_is_handed_over_with_params_that_a_decode_instance_reads(side, rank) -> None:
+    request = Request("r1", {"do_remote_decode": True, "transfer_id": "t1"})
+    side.on_new_request(request)
+    begun = rank.next()
+    assert isinstance(begun, HoldBegun)
+    assert side.num_external_tokens(request, 0) == 0
+    lent, params = finish(side, request, "FINISHED_LENGTH_CAPPED", [4, 2, 7])
+    assert lent
+    assert rank.next() == PrefillFinished("r1", ((4, 2, 7),), 40)
+    intent = parse_params(params, Limits())
+    assert isinstance(intent, PullIntent)
+    assert intent.hold_id == begun.hold_id
+    assert intent.block_ids == ((4, 2, 7),)
+    assert intent.incarnation == "life"
+
+
+@pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR"])
+def test_a_held_prompt_that_ends_badly_is_given_up_at_once(side, rank, status) -> None:
+    request = Request("r1", {"do_remote_decode": True})
+    side.on_new_request(request)
+    rank.next()
+    assert finish(side, request, status, [1, 2, 3]) == (False, None)
+    assert rank.next() == RequestAborted("r1")
+
+
+def test_a_prompt_preempted_in_its_last_step_hands_no_empty_blocks_over(side, rank) -> None:
+    request = Request("r1", {"do_remote_decode": True})
+    side.on_new_request(request)
+    rank.next()
+    assert finish(side, request, "FINISHED_LENGTH_CAPPED", []) == (False, None)
+    assert rank.next() == RequestAborted("r1")
+
+
+def test_a_wanted_prompt_gets_the_blocks_after_the_local_hit(side, rank) -> None:
+    request = Request("d1", PUSH)
+    side.on_new_request(request)
+    assert isinstance(rank.next(), WantBegun)
+    assert side.num_external_tokens(request, 16) == 24
+    assert side.num_external_tokens(request, 16) == 24, "asking changes nothing"
+    side.on_allocated(request, ([5, 9, 3],), 24)
+    assert rank.next() == BlocksReserved("d1", ((9, 3),), TokenSpan(16, 40))
+    side.on_allocated(request, ([5, 9, 3],), 0)
+    assert side.num_external_tokens(request, 0) == 0
+    results = {"d1"}
+    side.on_results(results, None)
+    assert results == {"d1"}
+    assert finish(side, request, "FINISHED_STOPPED", [5, 9, 3]) == (False, None)
+    assert rank.silent()
+
+
+def test_a_full_local_hit_lets_the_holder_go(side, rank) -> None:
+    request = Request("d1", PUSH)
+    side.on_new_request(request)
+    rank.next()
+    side.on_allocated(request, ([5, 9, 3],), 0)
+    assert rank.next() == WantDeclined("d1")
+
+
+@pytest.mark.parametrize("allocated", [False, True])
+def test_an_abort_while_waiting_reaches_the_courier(side, rank, allocated) -> None:
+    request = Request("d1", PUSH)
+    side.on_new_request(request)
+    rank.next()
+    if allocated:
+        side.on_allocated(request, ([5, 9, 3],), 40)
+        rank.next()
+    assert finish(side, request, "FINISHED_ABORTED", [5, 9, 3]) == (False, None)
+    assert rank.next() == RequestAborted("d1")
+    results = {"d1"}
+    side.on_results(results, None)
+    assert results == ({"d1"} if allocated else set())
+
+
+def test_results_that_vllm_would_die_of_are_taken_out(side) -> None:
+    received, sent = {"never seen"}, {"nor this"}
+    side.on_results(received, sent)
+    assert (received, sent) == (set(), set())
+
+
+def test_a_short_rest_is_computed(rank) -> None:
+    side = make_side(rank, recompute_threshold=24)
+    try:
+        request = Request("d1", PUSH)
+        side.on_new_request(request)
+        assert side.num_external_tokens(request, 16) == 0
+        assert side.num_external_tokens(request, 0) == 40
+    finally:
+        side.close()
+
+
+def test_a_producer_that_is_asked_to_receive_computes(rank) -> None:
+    side = make_side(rank, may_receive=False)
+    try:
+        request = Request("d1", PUSH)
+        side.on_new_request(request)
+        assert side.num_external_tokens(request, 0) == 0
+        assert rank.silent()
+    finally:
+        side.close()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [None, {}, {"do_remote_prefill": True}, {"do_remote_decode": 1}, PUSH | {"tp_size": 10**9}],
+    ids=str,
+)
+def test_params_that_cannot_be_used_mean_a_local_prefill(side, rank, params) -> None:
+    request = Request("d1", params)
+    side.on_new_request(request)
+    assert side.num_external_tokens(request, 0) == 0
+    side.on_allocated(request, ([1, 2, 3],), 0)
+    assert finish(side, request, "FINISHED_STOPPED", [1, 2, 3]) == (False, None)
+    assert rank.silent()
+
+
+def test_a_transfer_id_in_use_is_held_under_its_own_id(side, rank) -> None:
+    for request_id, expected in (("r1", "t1"), ("r2", None)):
+        side.on_new_request(Request(request_id, {"do_remote_decode": True, "transfer_id": "t1"}))
+        begun = rank.next()
+        assert (begun.key.transfer_id if begun.key else None) == expected
