@@ -74,11 +74,11 @@ EMPTY = {"holds": 0, "wants": 0, "waiting_registrations": 0, "operations_in_flig
 
 def tables(rig: Rig) -> dict[str, int]:
     """Sizes of the core's tables that must be empty when nothing goes on."""
-    return {name: sum(g[name] for _, g in rig.endpoint.gauges().values()) for name in EMPTY}
+    return {name: sum(g[name] for _, g in rig.endpoint.snapshots().values()) for name in EMPTY}
 
 
 def quarantined(rig: Rig) -> int:
-    return sum(gauges["quarantined_blocks"] for _, gauges in rig.endpoint.gauges().values())
+    return sum(gauges["quarantined_blocks"] for _, gauges in rig.endpoint.snapshots().values())
 
 
 def transfer(prefill: Rig, decode: Rig, mode: str, name: str) -> None:

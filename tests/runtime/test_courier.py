@@ -145,7 +145,7 @@ def test_a_registration_is_sent_again_until_it_arrives(world):
     decode.wait_for("d-x", Outcome.RECEIVED, Outcome.RELEASED)
     assert not decode.wrong("x", TARGET, 0, STOP)
     assert len(lost) == 2
-    (counts, _) = decode.endpoint.gauges()["pp0tp0"]
+    (counts, _) = decode.endpoint.snapshots()["pp0tp0"]
     assert counts["registrations_resent"] >= 2
 
 
@@ -240,7 +240,7 @@ def test_a_message_that_fits_no_request_is_counted(world):
     prefill, decode = world.pair()
     send = inbox_of(world, decode)
     send(encode(Fenced(sender_fields(STRANGER), "d-x")))
-    decode.wait_until(lambda: decode.endpoint.gauges()["pp0tp0"][0].get("messages_ignored") == 1)
+    decode.wait_until(lambda: decode.endpoint.snapshots()["pp0tp0"][0].get("messages_ignored") == 1)
     world.still_works(prefill, decode)
 
 
@@ -377,7 +377,7 @@ def test_a_registration_with_a_host_that_is_none_harms_nobody(world, host):
     )
     stranger.notify(agent, encode(registration))
     prefill.wait_until(
-        lambda: prefill.endpoint.gauges()["pp0tp0"][0].get("registrations_refused") == 1
+        lambda: prefill.endpoint.snapshots()["pp0tp0"][0].get("registrations_refused") == 1
     )
     world.still_works(prefill, decode)
 

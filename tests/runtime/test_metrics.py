@@ -83,7 +83,7 @@ def in_the_code(rig: Rig) -> set[Described]:
     CourierMetrics(couriers)
     server = CollectorRegistry()
     ServerMetrics(server, "m")
-    (_, gauges), *_ = rig.endpoint.gauges().values()
+    (_, gauges), *_ = rig.endpoint.snapshots().values()
     return {
         *of_instruments(couriers),
         *(Described(f"kvcourier_{name}_total", "counter", ("rank",)) for name in Counted),
@@ -134,7 +134,7 @@ def test_a_transfer_shows_up_in_the_text(rigs):
 
 
 def test_every_core_metric_has_a_help_of_its_own(rig):
-    (_, gauges), *_ = rig.endpoint.gauges().values()
+    (_, gauges), *_ = rig.endpoint.snapshots().values()
     snapshot: Snapshot = (dict.fromkeys(map(str, Counted), 1), gauges)
     for family in CoreCollector(lambda: {"pp0tp0": snapshot}).collect():
         assert family.documentation != family.name.removeprefix("kvcourier_").replace("_", " ")

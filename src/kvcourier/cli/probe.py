@@ -3,7 +3,6 @@
 Decides the probe's flags and output file. Refuses to know how it is measured.
 """
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated
@@ -84,4 +83,4 @@ def probe(
     result = run_probe(settings, console)
     console.print(render(result))
     if json_file is not None:
-        json_file.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+        json_file.write_text(json.dumps(result.as_dict(), indent=2) + "\n")

@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -76,7 +76,7 @@ class KvEndpoint:
         self._tp_size, self._pp_size = handshake.topology([cache.rank for cache in caches])
         self._transport_factory = transport_factory
         self._metrics = CourierMetrics(self.registry)
-        self.registry.register(CoreCollector(self._snapshots))
+        self.registry.register(CoreCollector(self.snapshots))
         self._couriers: dict[Rank, Courier] = {}
         self._server: HandshakeServer | None = None
         self._requests = RequestTable(frozenset(self._caches), self._abandon)
@@ -262,9 +262,15 @@ class KvEndpoint:
                 )
         return sorted(entries, key=lambda entry: entry["at_unix_s"]) or None
 
-    def gauges(self) -> Mapping[str, Snapshot]:
+    def snapshots(self) -> dict[str, Snapshot]:
         """Counters and gauges of each rank's core, by the rank's name."""
-        return self._snapshots()
+        return {
+            str(rank): (
+                {name.value: courier.endpoint.counts.get(name, 0) for name in Counted},
+                courier.endpoint.gauges(),
+            )
+            for rank, courier in self._couriers.items()
+        }
 
     # Inside.
 
@@ -311,15 +317,6 @@ class KvEndpoint:
     def _side_channel_address(self) -> tuple[str, int]:
         port = self._server.port if self._server is not None else self.config.side_channel_port
         return self.config.side_channel_host, port
-
-    def _snapshots(self) -> dict[str, Snapshot]:
-        return {
-            str(rank): (
-                {name.value: courier.endpoint.counts.get(name, 0) for name in Counted},
-                courier.endpoint.gauges(),
-            )
-            for rank, courier in self._couriers.items()
-        }
 
 
 def _groups(block_ids: Sequence[Sequence[int]]) -> BlockGroups:
