@@ -170,7 +170,6 @@ class Pair:
         self.sides = {"p": self.prefill, "d": self.decode}
         self._lost: dict[Incarnation, InstanceAddress] = {}
         self._hold_ids: dict[str, HoldId] = {}
-        self._operations: dict[tuple[PeerRank, int], Item] = {}
         for side in self.sides.values():
             side.start()
 
@@ -383,9 +382,7 @@ class Pair:
                 self._post(side, rank, command)
             case Tell(report):
                 self._report(side, rank, report)
-            case Abandon(operation_id):
-                self._operations.pop((me, operation_id), None)
-            case Disconnect():
+            case Abandon() | Disconnect():
                 pass
 
     def _send(self, me: PeerRank, peer: PeerRank, payload: bytes, kind: str) -> None:
@@ -476,9 +473,8 @@ class Pair:
         """S1: what is in flight touches no free block."""
         free = {(side.name, block) for side in self.sides.values() for block in side.free}
         for item in self.items:
-            alive = [t for t in item.touches]
             if self._side_of(item.sender) is not None:
-                touched = free.intersection(alive)
+                touched = free.intersection(item.touches)
                 assert not touched, f"S1: {item} is in flight over free blocks {touched}"
 
 

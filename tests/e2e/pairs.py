@@ -53,7 +53,7 @@ class Instance:
         stats = self.engine.stats()
         names = ("running", "waiting", "waiting_remote", "kv_blocks_used", "kv_loans")
         found: dict[str, float] = {name: stats[name] for name in names if stats[name]}
-        for rank, (_, gauges) in self.endpoint.gauges().items():
+        for rank, (_, gauges) in self.endpoint.snapshots().items():
             found |= {
                 f"{rank} {name}": value
                 for name, value in gauges.items()

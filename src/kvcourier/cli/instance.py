@@ -20,9 +20,8 @@ from kvcourier.config import (
     side_channel_address,
 )
 from kvcourier.http_server import bind, serve_until_stopped
-from kvcourier.ids import AgentName, EngineId
+from kvcourier.ids import EngineId
 from kvcourier.layout.geometry import CacheLayout
-from kvcourier.transport.interface import Transport
 
 if TYPE_CHECKING:
     from kvcourier.engine.config import EngineConfig
@@ -165,14 +164,6 @@ def make_endpoint(
 ) -> "KvEndpoint":
     """What moves the cache's KV over NIXL, not started; its metrics go into `registry`."""
     from kvcourier.runtime.endpoint import KvEndpoint
-    from kvcourier.transport.nixl import NixlTransport
+    from kvcourier.transport.nixl import nixl_factory
 
-    def make_transport(agent_name: AgentName) -> Transport:
-        return NixlTransport(
-            agent_name,
-            backends=config.courier.backends,
-            num_threads=config.courier.num_threads,
-            enable_prog_thread=config.courier.enable_prog_thread,
-        )
-
-    return KvEndpoint(config, cache.rank_caches(), make_transport, registry=registry)
+    return KvEndpoint(config, cache.rank_caches(), nixl_factory(config.courier), registry=registry)

@@ -6,21 +6,12 @@ wrote). Refuses to know what the operations move.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvcourier.core.events import OperationId
 from kvcourier.errors import LocalProtocolError
 
 O = TypeVar("O", bound=Hashable)  # noqa: E741 - the owner of a flight
-
-
-@dataclass(frozen=True, slots=True)
-class Flight(Generic[O]):
-    """One posted operation and its owner."""
-
-    operation_id: OperationId
-    owner: O
 
 
 class FlightTable(Generic[O]):
@@ -31,25 +22,24 @@ class FlightTable(Generic[O]):
     """
 
     def __init__(self) -> None:
-        self._flights: dict[OperationId, Flight[O]] = {}
+        self._owners: dict[OperationId, O] = {}
         self._by_owner: dict[O, set[OperationId]] = {}
         self._next = 0
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._owners)
 
     def launch(self, owner: O) -> OperationId:
         """Name a new operation of this owner."""
         self._next += 1
         operation_id = OperationId(self._next)
-        self._flights[operation_id] = Flight(operation_id, owner)
+        self._owners[operation_id] = owner
         self._by_owner.setdefault(owner, set()).add(operation_id)
         return operation_id
 
     def owner(self, operation_id: OperationId) -> O | None:
         """Whose operation it is; None once it has landed."""
-        flight = self._flights.get(operation_id)
-        return flight.owner if flight else None
+        return self._owners.get(operation_id)
 
     def land(self, operation_id: OperationId) -> O:
         """The operation is terminal; returns its owner.
@@ -57,14 +47,14 @@ class FlightTable(Generic[O]):
         Raises:
             LocalProtocolError: it was not in flight.
         """
-        flight = self._flights.pop(operation_id, None)
-        if flight is None:
+        if operation_id not in self._owners:
             raise LocalProtocolError(f"operation {operation_id} is not in flight")
-        siblings = self._by_owner[flight.owner]
+        owner = self._owners.pop(operation_id)
+        siblings = self._by_owner[owner]
         siblings.discard(operation_id)
         if not siblings:
-            del self._by_owner[flight.owner]
-        return flight.owner
+            del self._by_owner[owner]
+        return owner
 
     def of(self, owner: O) -> frozenset[OperationId]:
         """This owner's operations in flight."""

@@ -45,6 +45,11 @@ class HoldIntent:
     transfer_id: TransferId | None
     part: int = 0
 
+    @property
+    def key(self) -> TransferKey | None:
+        """The exact name of the transfer, if the router minted one."""
+        return TransferKey(self.transfer_id, self.part) if self.transfer_id is not None else None
+
 
 @dataclass(frozen=True, slots=True)
 class PullIntent:

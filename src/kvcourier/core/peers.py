@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvcourier.config import TransferMode
-from kvcourier.ids import EngineId, Incarnation, InstanceAddress, PeerRank, Rank, RequestId
+from kvcourier.ids import Incarnation, InstanceAddress, PeerRank, Rank, RequestId
 from kvcourier.layout.geometry import CacheGeometry
 from kvcourier.layout.routes import Route, consumers_of, route
 
@@ -37,7 +37,6 @@ class Peer:
     """Which ranks of *our* instance take from each of its ranks."""
     routes_from_us: dict[Rank, tuple[Route, ...]] = field(default_factory=dict)
     """What each of its ranks would take from us (we hold, it wants)."""
-    num_blocks: dict[Rank, int] = field(default_factory=dict)
     users: set[RequestId] = field(default_factory=set)
 
     def rank(self, rank: Rank) -> PeerRank:
@@ -63,7 +62,6 @@ class Peer:
         self.consumers = {rank: consumers_of(to_us, rank) or (first,) for rank in theirs}
         self.routes_to_us = _grouped((e.source, e) for e in to_us if e.target == own_rank)
         self.routes_from_us = _grouped((e.target, e) for e in from_us if e.source == own_rank)
-        self.num_blocks = {rank: geometry.num_blocks for rank, geometry in theirs.items()}
         self.ranks = tuple(sorted(theirs))
         self.incarnation = incarnation
         self.modes = modes
@@ -87,13 +85,6 @@ class PeerTable:
     def get(self, address: InstanceAddress) -> Peer | None:
         """The peer at this address, if known."""
         return self._peers.get(address)
-
-    def find(self, engine_id: EngineId, incarnation: Incarnation) -> Peer | None:
-        """The connected peer that lives this life, if any."""
-        for peer in self._peers.values():
-            if peer.address.engine_id == engine_id and peer.incarnation == incarnation:
-                return peer
-        return None
 
     def add(self, address: InstanceAddress) -> Peer | None:
         """A new entry; None when the table is full."""

@@ -371,7 +371,6 @@ class Wanter:
 
     def _end(self, want: Want, outcome: Outcome | None, reason: str) -> None:
         """The KV will not come, or is not wanted; None where the engine needs no outcome."""
-        want.reason = reason
         if outcome is not None:
             self._space.tell(Side.WANT, want.request_id, outcome, reason)
         if not want.pulls:

@@ -62,7 +62,6 @@ class Want:
     rechecked: bool = False
     registered_at: float = 0.0
     read_completed_at: float = 0.0
-    reason: str = ""
 
     @property
     def address(self) -> InstanceAddress:

@@ -46,6 +46,7 @@ from kvcourier.core.messages import ON_DATA_PATH, AnyMessage, Landed, decode, en
 from kvcourier.core.outcomes import Report
 from kvcourier.errors import (
     HandshakeRejected,
+    KVCourierError,
     MappingError,
     PostFailed,
     RemoteProtocolError,
@@ -145,6 +146,11 @@ class Courier:
         """Hand an event over, from any thread; handled in order, soon."""
         self._inbox.append(event)
         self._channel.wake()
+
+    def raise_if_dead(self) -> None:
+        """Raise KVCourierError if the thread has ended by an error: nothing moves any more."""
+        if self.error is not None:
+            raise KVCourierError(f"{self._thread.name} died: {self.error!r}") from self.error
 
     def close(self) -> None:
         """Stop the thread, then close transport and sockets; blocks for a moment; idempotent."""

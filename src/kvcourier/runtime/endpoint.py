@@ -29,7 +29,7 @@ from kvcourier.core.events import (
 from kvcourier.core.outcomes import Outcome, Report
 from kvcourier.core.params import HolderAddress, HoldIntent, WantIntent, handoff_params
 from kvcourier.core.workspace import Counted
-from kvcourier.errors import ConfigError, KVCourierError, ParamsError
+from kvcourier.errors import ConfigError, ParamsError
 from kvcourier.ids import (
     BlockId,
     HoldId,
@@ -160,9 +160,7 @@ class KvEndpoint:
             ParamsError: another request has this transfer id (a client-chosen id used twice
                 crashed both schedulers in sglang#40125).
         """
-        key = (
-            TransferKey(intent.transfer_id, intent.part) if intent.transfer_id is not None else None
-        )
+        key = intent.key
         if not self._requests.begin(request_id, key):
             raise ParamsError("transfer_id", "an id that no running request has", key)
         with self._lock:
@@ -237,10 +235,7 @@ class KvEndpoint:
             KVCourierError: a courier has died; nothing can be transferred any more.
         """
         for courier in self._couriers.values():
-            if courier.error is not None:
-                raise KVCourierError(
-                    f"{courier.thread_name} died: {courier.error!r}"
-                ) from courier.error
+            courier.raise_if_dead()
         taken = []
         while self._reports:
             taken.append(self._reports.popleft())

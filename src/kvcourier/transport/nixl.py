@@ -13,13 +13,14 @@ name can be added.
 import importlib
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
+from kvcourier.config import CourierConfig
 from kvcourier.errors import (
     ConfigError,
     KVCourierError,
@@ -401,3 +402,17 @@ def _load_nixl() -> tuple[Any, Any]:
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.WARNING)
     return modules
+
+
+def nixl_factory(config: CourierConfig) -> Callable[[AgentName], NixlTransport]:
+    """Makes the transport of each rank as configured. What it returns raises ConfigError."""
+
+    def make(agent_name: AgentName) -> NixlTransport:
+        return NixlTransport(
+            agent_name,
+            backends=config.backends,
+            num_threads=config.num_threads,
+            enable_prog_thread=config.enable_prog_thread,
+        )
+
+    return make

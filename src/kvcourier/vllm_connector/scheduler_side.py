@@ -201,7 +201,7 @@ class SchedulerSide:
         )
 
     def _begin_hold(self, request_id: RequestId, intent: HoldIntent) -> None:
-        key = TransferKey(intent.transfer_id, intent.part) if intent.transfer_id else None
+        key = intent.key
         if key in self._keys:
             _log.error("%s: transfer id %s is in use; held under its own id only", request_id, key)
             key = None

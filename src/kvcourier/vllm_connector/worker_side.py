@@ -15,15 +15,13 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from kvcourier.core.handshake import Facts, RankOffer, facts_of
-from kvcourier.errors import KVCourierError
-from kvcourier.ids import AgentName, RequestId
+from kvcourier.ids import RequestId
 from kvcourier.layout import RankCache
 from kvcourier.runtime.courier import Courier
 from kvcourier.runtime.engine_link import EngineToken, new_token
 from kvcourier.runtime.rank import open_rank
 from kvcourier.runtime.reports import Outcome, Report, Side
-from kvcourier.transport.interface import Transport
-from kvcourier.transport.nixl import NixlTransport
+from kvcourier.transport.nixl import nixl_factory
 from kvcourier.vllm_connector.caches import all_ranks
 from kvcourier.vllm_connector.settings import ConnectorSettings
 from kvcourier.vllm_connector.stats import CourierStats, StatsRecorder
@@ -53,15 +51,6 @@ class WorkerSide:
         self._stats = StatsRecorder()
         token = new_token()
         config = replace(settings.endpoint, cache_format=cache_format)
-
-        def make_transport(name: AgentName) -> Transport:
-            return NixlTransport(
-                name,
-                backends=config.courier.backends,
-                num_threads=config.courier.num_threads,
-                enable_prog_thread=config.courier.enable_prog_thread,
-            )
-
         geometries = all_ranks(cache.geometry, settings.tp_size)
         self._courier: Courier
         self._courier, offer = open_rank(
@@ -69,7 +58,7 @@ class WorkerSide:
             settings.incarnation,
             cache,
             geometries,
-            make_transport,
+            nixl_factory(config.courier),
             server_port=config.side_channel_port,
             observer=self._stats,
             on_report=self._reports.append,
@@ -91,10 +80,7 @@ class WorkerSide:
         Raises:
             KVCourierError: the courier has died; vLLM's engine must not go on without it.
         """
-        if self._courier.error is not None:
-            raise KVCourierError(
-                f"{self._courier.thread_name} died: {self._courier.error!r}"
-            ) from self._courier.error
+        self._courier.raise_if_dead()
         results = TransferResults()
         while self._reports:
             report = self._reports.popleft()
