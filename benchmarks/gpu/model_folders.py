@@ -42,19 +42,22 @@ def write_model_folder(parent: Path, size: str) -> Path:
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    for name, content in {
-        "config.json": config,
-        "tokenizer.json": _tokenizer(),
-        "tokenizer_config.json": {
-            "tokenizer_class": "TokenizersBackend",
-            "backend": "tokenizers",
-            "eos_token": _END,
-            "pad_token": _PAD,
-            "model_max_length": 1_000_000,
-        },
-    }.items():
-        (folder / name).write_text(json.dumps(content))
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer(folder)
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of VOCAB_SIZE words into a model folder."""
+    settings = {
+        "tokenizer_class": "TokenizersBackend",
+        "backend": "tokenizers",
+        "eos_token": _END,
+        "pad_token": _PAD,
+        "model_max_length": 1_000_000,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def _tokenizer() -> dict[str, object]:

@@ -43,7 +43,12 @@ class ServerFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """One server of the pair."""
+    """One server of the pair.
+
+    Attributes:
+        gpu: as in CUDA_VISIBLE_DEVICES; several with a comma between.
+        flags: further flags of this one.
+    """
 
     name: str
     engine_id: str
@@ -51,6 +56,7 @@ class ServerSpec:
     port: int
     side_channel_port: int
     kv_transfer_config: Mapping[str, Any]
+    flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +144,7 @@ class ServerPair:
             *("--max-num-batched-tokens", length),
             *("--kv-transfer-config", json.dumps(config)),
             *self._spec.flags,
+            *server.flags,
         ]
         environment = {
             **os.environ,
