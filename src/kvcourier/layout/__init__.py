@@ -2,7 +2,8 @@
 
 Reading path: `geometry` (the words), `shards` (how an instance splits a model), `routes` (which
 rank takes what from which rank), `plan` (pieces of one unit, no addresses), `blocks` (tokens to
-blocks), `bind` (addresses), `validate` (what a peer says of its cache).
+blocks), `planes` (layers to memory), `bind` (addresses of both sides), `packing` (of one side, for
+copies into staging slots and out of them), `validate` (what a peer says of its cache).
 
 Common changes: a new kind of cache is a member of `geometry.CacheKind`; a field that must be
 equal on both sides goes into `compatibility.EQUAL_FIELDS`; a new bound on a peer's numbers into
@@ -24,6 +25,7 @@ from kvcourier.layout.geometry import (
     Region,
     TokenSpan,
 )
+from kvcourier.layout.packing import PackedSide, Parcel, pack_source, pack_target, parcels
 from kvcourier.layout.plan import MappingPlan, plan_mapping
 from kvcourier.layout.routes import Route, consumers_of, route, routes_from, routes_to
 from kvcourier.layout.shards import (
@@ -46,6 +48,8 @@ __all__ = [
     "MappingPlan",
     "MemoryKind",
     "ModelCache",
+    "PackedSide",
+    "Parcel",
     "RankCache",
     "Region",
     "Route",
@@ -54,6 +58,9 @@ __all__ = [
     "consumers_of",
     "differing_fields",
     "instance_geometries",
+    "pack_source",
+    "pack_target",
+    "parcels",
     "plan_mapping",
     "require_same_model",
     "route",

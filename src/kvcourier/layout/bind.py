@@ -16,6 +16,7 @@ from kvcourier.errors import MappingError
 from kvcourier.layout.blocks import BlockRun, UnitPlaces, locate, require_distinct, units_of
 from kvcourier.layout.geometry import Int64Array, MemoryKind, RankCache, TokenSpan
 from kvcourier.layout.plan import MappingPlan
+from kvcourier.layout.planes import Planes, planes_of, selected_layers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,9 +83,9 @@ def bind(
     source_units = locate("source", source, source_blocks, units, plan.unit_tokens)
     target_units = locate("target", target, target_blocks, units, plan.unit_tokens)
     require_distinct(target_units.blocks)
-    selected = _selected_layers(plan, layers)
-    source_planes = _planes("source", source, plan.source_rows[selected])
-    target_planes = _planes("target", target, plan.target_rows[selected])
+    selected = selected_layers(plan, layers)
+    source_planes = planes_of("source", source, plan.source_rows[selected])
+    target_planes = planes_of("target", target, plan.target_rows[selected])
     runs = _unit_runs(plan, source_planes, target_planes)
     tables = _tables(
         [_repeat(runs, members, plan, source_units, target_units) for members in _alike(runs)]
@@ -92,49 +93,6 @@ def bind(
     tables[0, :, 2] = source_planes.device_id
     tables[1, :, 2] = target_planes.device_id
     return BoundPieces(tables[0], tables[1], source_planes.memory, target_planes.memory)
-
-
-def _selected_layers(plan: MappingPlan, layers: Sequence[int] | None) -> slice | list[int]:
-    """Which of the plan's rows to move, in the plan's order."""
-    if layers is None:
-        return slice(None)
-    wanted = set(layers)
-    unknown = wanted.difference(plan.route.layers)
-    if unknown or not wanted:
-        raise MappingError(
-            f"layers: expected some of {plan.route.layers}, found {sorted(unknown) or 'none'}"
-        )
-    return [row for row, layer in enumerate(plan.route.layers) if layer in wanted]
-
-
-class _Planes(NamedTuple):
-    """Planes of one side that take part, layer by layer: arrays with one entry per plane."""
-
-    region: Int64Array
-    address: Int64Array
-    block_stride_bytes: Int64Array
-    memory: MemoryKind
-    device_id: int
-
-
-def _planes(side: str, cache: RankCache, rows: Int64Array) -> _Planes:
-    placement = cache.placement
-    region = placement.region[rows].ravel()
-    used = [cache.regions[index] for index in set(region.tolist())]
-    kinds = {(each.memory.value, each.device_id) for each in used}
-    if len(kinds) > 1:
-        raise MappingError(
-            f"{side} regions of rank {cache.rank}: expected one kind of memory on one device, "
-            f"found {sorted(kinds)}"
-        )
-    region_address = np.array([each.address for each in cache.regions], np.int64)
-    return _Planes(
-        region=region,
-        address=region_address[region] + placement.offset_bytes[rows].ravel(),
-        block_stride_bytes=placement.block_stride_bytes[rows].ravel(),
-        memory=used[0].memory,
-        device_id=used[0].device_id,
-    )
 
 
 class _UnitRuns(NamedTuple):
@@ -150,7 +108,7 @@ class _UnitRuns(NamedTuple):
     target_block_stride: Int64Array
 
 
-def _unit_runs(plan: MappingPlan, source: _Planes, target: _Planes) -> _UnitRuns:
+def _unit_runs(plan: MappingPlan, source: Planes, target: Planes) -> _UnitRuns:
     """Join pieces that adjoin on both sides, also across planes and layers.
 
     Planes that lie side by side in each block (K and V interleaved, or all layers in one block)
