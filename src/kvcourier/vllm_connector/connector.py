@@ -148,7 +148,9 @@ class CourierConnector(KVConnectorBase_V1):
             tp_size=self._settings.tp_size,
         )
         backends = attention_backends(self._vllm_config)
-        cache_format = "/".join([*backends, self._vllm_config.cache_config.cache_dtype])
+        setting = self._vllm_config.cache_config.cache_dtype
+        element_type = cache.geometry.dtype if setting == "auto" else setting
+        cache_format = "/".join([*backends, element_type])
         if cache.regions[0].memory is MemoryKind.DRAM:
             # The CPU backend orders K and V inside a block by its own rules, so that only whole
             # blocks of one size mean the same on both sides.

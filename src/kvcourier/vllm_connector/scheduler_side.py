@@ -13,7 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcourier.core import handshake
-from kvcourier.core.params import HolderAddress, HoldIntent, handoff_params, parse_params
+from kvcourier.core.params import (
+    HolderAddress,
+    HoldIntent,
+    PullIntent,
+    WantIntent,
+    handoff_params,
+    parse_params,
+)
 from kvcourier.errors import MappingError, ParamsError
 from kvcourier.ids import HoldId, Rank, RequestId, TransferKey
 from kvcourier.runtime.engine_link import (
@@ -50,9 +57,9 @@ class SchedulerSide:
         self._block_size = block_size
         self._link = EngineLink()
         self._holds: dict[RequestId, tuple[HoldId, TransferKey | None]] = {}
-        self._keys: set[TransferKey] = set()
+        self._keys: set[TransferKey | None] = set()
         self._wants: dict[RequestId, _Phase] = {}
-        self._lent: set[RequestId] = set()
+        self._lent: dict[RequestId, TransferKey | None] = {}
         self._num_holds = 0
         config = settings.endpoint
         self._server = HandshakeServer(
@@ -113,8 +120,7 @@ class SchedulerSide:
                 request_id,
             )
         elif intent is not None:
-            self._wants[request_id] = _Phase.QUEUED
-            self._link.send(Expect(request_id, params))
+            self._want(request_id, intent)
 
     def num_external_tokens(self, request: Any, num_computed_tokens: int) -> int:
         """How many tokens after the computed ones come from somebody else. No side effects."""
@@ -140,7 +146,7 @@ class SchedulerSide:
         stop = int(request.num_prompt_tokens)
         start = stop - num_external_tokens
         self._wants[request_id] = _Phase.RECEIVING
-        self._lent.add(request_id)
+        self._lent[request_id] = None
         wanted = [list(group)[start // self._block_size :] for group in block_ids]
         self._link.send(Receive(request_id, wanted, start, stop))
 
@@ -153,7 +159,8 @@ class SchedulerSide:
         for results in (received, sent):
             for request_id in list(results or ()):
                 if request_id in self._lent:
-                    self._lent.discard(RequestId(request_id))
+                    # The couriers know a transfer id until now, whatever vLLM has finished.
+                    self._keys.discard(self._lent.pop(RequestId(request_id)))
                     self._wants.pop(RequestId(request_id), None)
                 elif results is not None:
                     _log.error("%s: a result for blocks that were not lent", request_id)
@@ -171,13 +178,12 @@ class SchedulerSide:
         if request_id not in self._holds:
             return False, None
         hold_id, key = self._holds.pop(request_id)
-        if key is not None:
-            self._keys.discard(key)
         finished_well = request.status.name in _FINISHED_WELL
         if not finished_well or not any(block_ids):
+            self._keys.discard(key)
             self._link.send(Abort(request_id))
             return False, None
-        self._lent.add(request_id)
+        self._lent[request_id] = key
         groups = [list(group) for group in block_ids]
         num_tokens = int(request.num_prompt_tokens)
         self._link.send(FinishPrefill(request_id, groups, num_tokens))
@@ -200,6 +206,16 @@ class SchedulerSide:
             key,
         )
 
+    def _want(self, request_id: RequestId, intent: WantIntent) -> None:
+        limit = self._settings.endpoint.limits.max_block_ids
+        if isinstance(intent, PullIntent) and sum(map(len, intent.block_ids)) > limit:
+            _log.error(
+                "%s: computed without a transfer: more than %d block ids", request_id, limit
+            )
+            return
+        self._wants[request_id] = _Phase.QUEUED
+        self._link.send(Expect(request_id, _understood(intent)))
+
     def _begin_hold(self, request_id: RequestId, intent: HoldIntent) -> None:
         key = intent.key
         if key in self._keys:
@@ -218,3 +234,31 @@ class SchedulerSide:
                 key.part if key is not None else 0,
             )
         )
+
+
+def _understood(intent: WantIntent) -> dict[str, Any]:
+    """The params that give this intent again.
+
+    A client's own dict may hold what cannot be encoded, or is too long for a courier's socket; the
+    courier would then hear of the request only when it gets blocks, and die of it.
+    """
+    holder = intent.holder
+    params: dict[str, Any] = {
+        "do_remote_prefill": True,
+        "remote_engine_id": holder.engine_id,
+        "remote_host": holder.host,
+        "remote_port": holder.port,
+        "tp_size": holder.tp_size,
+        "pp_size": holder.pp_size,
+        "remote_request_id": intent.holder_request_id,
+        "transfer_id": intent.transfer_id,
+        "part": intent.part,
+    }
+    if isinstance(intent, PullIntent):
+        params |= {
+            "remote_block_ids": intent.block_ids,
+            "remote_num_tokens": intent.num_tokens,
+            "remote_hold_id": intent.hold_id,
+            "remote_incarnation": intent.incarnation,
+        }
+    return params
