@@ -24,7 +24,7 @@ from kvcourier.cli.probe import probe
 from kvcourier.cli.route import route
 from kvcourier.cli.serve import serve
 from kvcourier.cli.vllm_config import vllm_config
-from kvcourier.config import CourierConfig, EndpointConfig, Limits, Timing
+from kvcourier.config import CourierConfig, EndpointConfig, Limits, StagingConfig, Timing
 from kvcourier.engine.config import EngineConfig
 from kvcourier.probe.run import ProbeConfig
 from kvcourier.router.config import RouterConfig, RouterLimits, Timeouts
@@ -36,6 +36,7 @@ SETTINGS: tuple[type, ...] = (
     Timing,
     Limits,
     CourierConfig,
+    StagingConfig,
     EngineConfig,
     RouterConfig,
     Timeouts,
@@ -46,6 +47,7 @@ _MORE_TEXT = {
     "timing": "every duration: see `Timing`.",
     "limits": "bounds on what comes from outside: see the limits below.",
     "courier": "how a courier waits and what NIXL it makes: see `CourierConfig`.",
+    "staging": "the packed path: see `StagingConfig`.",
     "timeouts": "every wait of the router: see `Timeouts`.",
     "backoff_max_s": "longest pause after an instance did not answer.",
 }

@@ -8,7 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from kv_content import touched_blocks, write_prompt, wrong_cells
-from kvcourier.config import EndpointConfig, Limits, Timing, TransferMode
+from kvcourier.config import (
+    CourierConfig,
+    EndpointConfig,
+    Limits,
+    PathPolicy,
+    StagingConfig,
+    Timing,
+    TransferMode,
+)
 from kvcourier.core.params import Intent, parse_params
 from kvcourier.ids import EngineId, RequestId
 from kvcourier.layout import TokenSpan, instance_geometries
@@ -18,6 +26,7 @@ from kvcourier.runtime.reports import Outcome, Report
 from layout_builders import PlacementStyle, make_instance, model_cache
 
 WAIT_S = 20.0
+DIRECT = StagingConfig(path=PathPolicy.DIRECT)
 
 
 class Rig:
@@ -35,6 +44,7 @@ class Rig:
         modes: frozenset[TransferMode] = frozenset(TransferMode),
         model_name: str = "test-model",
         port: int = 0,
+        staging: StagingConfig = DIRECT,
         **model: object,
     ) -> None:
         self.caches = make_instance(
@@ -48,6 +58,7 @@ class Rig:
                 side_channel_host="127.0.0.1",
                 side_channel_port=port,
                 timing=timing or Timing(),
+                courier=CourierConfig(staging=staging),
             ),
             [cache for cache, _ in self.caches.values()],
             transport_factory,

@@ -102,7 +102,9 @@ def make_spec(name: str, folder: Path, logs: Path) -> PairSpec:
     """P on GPU 0, D on GPUs 0 and 1; GPU 0's memory is split."""
     model = MODELS[name]
     servers = [
-        ServerSpec(role, role[0], gpu, port, side_channel_port, config, ("-tp", size))
+        ServerSpec(
+            role, role[0], gpu, port, side_channel_port, config, ("--tensor-parallel-size", size)
+        )
         for role, gpu, size, port, side_channel_port, config in zip(
             ("prefill", "decode"),
             ("0", "0,1"),

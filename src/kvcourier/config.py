@@ -36,6 +36,8 @@ class Limits:
         max_message_bytes: one message on the side channel or in a notification.
         max_waiting_registrations: registrations kept for requests not seen yet.
         max_peers: instances known at a time.
+        max_slots: staging slots of a peer.
+        max_streams: packed transfers under way to this rank at a time.
         max_story_entries: entries kept of one transfer's story.
         max_stories: stories of finished transfers kept.
     """
@@ -50,6 +52,8 @@ class Limits:
     max_message_bytes: int = 16 << 20
     max_waiting_registrations: int = 4096
     max_peers: int = 1024
+    max_slots: int = 4096
+    max_streams: int = 1024
     max_story_entries: int = 64
     max_stories: int = 512
 
@@ -97,6 +101,57 @@ class Timing:
             )
 
 
+class TransferPath(enum.StrEnum):
+    """How blocks move: a descriptor for each run of them, or gathered into few large pieces."""
+
+    DIRECT = "direct"
+    PACKED = "packed"
+
+
+class PathPolicy(enum.StrEnum):
+    """Which path a WRITE takes: one of the two, or whichever should be faster."""
+
+    AUTO = "auto"
+    DIRECT = "direct"
+    PACKED = "packed"
+
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StagingConfig:
+    """The packed path of one rank.
+
+    Attributes:
+        path: which path is taken for a WRITE; AUTO estimates both.
+        send_bytes: staging memory of this rank for what it sends; 0: it never packs.
+        receive_bytes: the same for what it receives; 0: peers cannot pack for it.
+        slot_bytes: size of a slot, a multiple of 4096. Each is one large WRITE; at least two a
+            direction keep the wire busy while the next is gathered.
+        patience_s: how long a sender waits for the receiver's first free slot, before it takes
+            the direct path instead.
+    """
+
+    path: PathPolicy = PathPolicy.AUTO
+    send_bytes: int = 32 * MIB
+    receive_bytes: int = 32 * MIB
+    slot_bytes: int = 8 * MIB
+    patience_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        if self.slot_bytes < 4096 or self.slot_bytes % 4096:
+            raise ConfigError(f"slot_bytes: expected a multiple of 4096, found {self.slot_bytes}")
+        for name in ("send_bytes", "receive_bytes"):
+            size = getattr(self, name)
+            if size < 0 or 0 < size < self.slot_bytes:
+                raise ConfigError(
+                    f"{name}: expected 0 or at least slot_bytes ({self.slot_bytes}), found {size}"
+                )
+        if not 0 < self.patience_s < float("inf"):
+            raise ConfigError(f"patience_s: expected seconds above 0, found {self.patience_s!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class CourierConfig:
     """How a courier thread waits, and what NIXL it makes.
@@ -108,6 +163,9 @@ class CourierConfig:
             drives progress itself.
         poll_busy_s: pause between polls while an operation or a notification is awaited.
         poll_idle_s: pause between looks for unexpected notifications when nothing is awaited.
+        poll_stream_s: pause between polls while a packed transfer is under way; its slots turn
+            over in well under a millisecond on a GPU. 0 never pauses.
+        staging: the packed path.
     """
 
     backends: tuple[str, ...] = ("UCX",)
@@ -115,6 +173,8 @@ class CourierConfig:
     enable_prog_thread: bool = False
     poll_busy_s: float = 0.001
     poll_idle_s: float = 0.02
+    poll_stream_s: float = 0.0002
+    staging: StagingConfig = field(default_factory=StagingConfig)
 
 
 SIDE_CHANNEL_HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"

@@ -14,11 +14,16 @@ from kvcourier.core.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
     Cancel,
+    CloseStream,
     Collected,
     Fail,
     Fenced,
+    GrantSlots,
     HoldName,
     Landed,
+    OpenStream,
+    Parcel,
+    RefuseStream,
     Register,
     Registered,
     Renew,
@@ -59,6 +64,13 @@ MESSAGES: dict[str, AnyMessage] = {
     "collected": Collected(DECODE, NAME, "cmpl-7-0123abcd", True, [(1, 0)]),
     "renew": Renew(DECODE, 9, [RenewItem(NAME, "cmpl-7-0123abcd"), RenewItem(HoldName(), "r")]),
     "renewed": Renewed(PREFILL, 9, 30.0, ["a"], ["b"], ["c", "d"]),
+    "open_stream": OpenStream(
+        PREFILL, 5, Landed(PREFILL, "cmpl-7-0123abcd", 16, 24, 0, 0, [0, 1]), 1 << 27, 3
+    ),
+    "grant_slots": GrantSlots(DECODE, 5, 1, [3, 0]),
+    "refuse_stream": RefuseStream(DECODE, 5, "no staging: this rank has none"),
+    "parcel": Parcel(PREFILL, 5, 1, 3),
+    "close_stream": CloseStream(PREFILL, 5, [0]),
 }
 
 FACTS = handshake.Facts("SmolLM2-135M", CacheKind.KEY_VALUE, 2, 3, 64, "bfloat16", 2)
@@ -90,6 +102,7 @@ OFFER = handshake.Offer(
                     (1 << 41, 98304, MemoryKind.DRAM, 0),
                 ],
             ),
+            staging=handshake.StagingOffer(1 << 42, 1 << 23, 4, MemoryKind.DRAM, 0),
         )
     ],
 )

@@ -6,13 +6,14 @@ from contextlib import ExitStack
 
 import pytest
 
-from runtime.courier_world import World
+from endpoint_rig import DIRECT
+from runtime.courier_world import ONE_PARCEL, World
 
 
-@pytest.fixture
-def world() -> Iterator[World]:
+@pytest.fixture(params=[DIRECT, ONE_PARCEL], ids=["direct", "packed"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
     with ExitStack() as stack:
-        yield World(stack)
+        yield World(stack, request.param)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from endpoint_rig import Rig
-from kvcourier.config import Limits, Timing, TransferMode
+from kvcourier.config import Limits, PathPolicy, StagingConfig, Timing, TransferMode
 from kvcourier.core.handshake import Facts, PeerInstance, facts_of, read_answer, request
 from kvcourier.ids import EngineId, Incarnation, InstanceAddress, PeerRank, Rank
 from kvcourier.runtime.reports import Outcome
@@ -19,10 +19,17 @@ END_OF = {"push": Operation.WRITE, "pull": Operation.READ}
 STRANGER = PeerRank(EngineId("x"), Incarnation("life-of-x"), Rank(0, 0))
 
 
+ONE_PARCEL = StagingConfig(
+    path=PathPolicy.PACKED, send_bytes=1 << 17, receive_bytes=1 << 17, slot_bytes=1 << 16
+)
+"""A prompt of the tests fits into one slot."""
+
+
 class World:
     """A network, the instances on it, and what tests do with both."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, staging: StagingConfig) -> None:
+        self.staging = staging
         self.network = MemoryNetwork()
         self.transports: dict[str, MemoryTransport] = {}
         self._stack = stack
@@ -35,6 +42,7 @@ class World:
 
     def rig(self, engine_id: str, **options: object) -> Rig:
         options.setdefault("transport_factory", self.make_transport)
+        options.setdefault("staging", self.staging)
         return self._stack.enter_context(Rig(engine_id, **options))
 
     def pair(self, **timing: float) -> tuple[Rig, Rig]:

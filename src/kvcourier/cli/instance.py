@@ -13,8 +13,11 @@ from prometheus_client import CollectorRegistry
 
 from kvcourier.cli.serve import Dtype, LoadFailurePolicy, Role
 from kvcourier.config import (
+    MIB,
     CourierConfig,
     EndpointConfig,
+    PathPolicy,
+    StagingConfig,
     Timing,
     TransferMode,
     side_channel_address,
@@ -58,6 +61,9 @@ class InstanceSettings:
     dp_rank: int
     nixl_backends: tuple[str, ...]
     nixl_threads: int
+    path: PathPolicy
+    staging_mib: int
+    staging_slot_mib: int
     kv_lease_duration: float
     push_registration_timeout: float
     kv_load_failure_policy: LoadFailurePolicy
@@ -130,7 +136,17 @@ def make_endpoint_config(settings: InstanceSettings) -> EndpointConfig:
             else default.heartbeat_s,
             push_registration_timeout=settings.push_registration_timeout,
         ),
-        courier=CourierConfig(backends=settings.nixl_backends, num_threads=settings.nixl_threads),
+        courier=CourierConfig(
+            backends=settings.nixl_backends,
+            num_threads=settings.nixl_threads,
+            poll_stream_s=CourierConfig().poll_stream_s if settings.device == "cpu" else 0.0,
+            staging=StagingConfig(
+                path=settings.path,
+                send_bytes=settings.staging_mib * MIB,
+                receive_bytes=settings.staging_mib * MIB,
+                slot_bytes=settings.staging_slot_mib * MIB,
+            ),
+        ),
     )
 
 

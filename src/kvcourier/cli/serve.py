@@ -10,12 +10,13 @@ from typing import Annotated
 import typer
 
 from kvcourier.cli.config_file import ConfigFile
-from kvcourier.config import CourierConfig, Timing, TransferMode
+from kvcourier.config import MIB, CourierConfig, PathPolicy, Timing, TransferMode
 from kvcourier.errors import ConfigError
 from kvcourier.layout.geometry import CacheLayout
 
 _TIMING = Timing()
 _COURIER = CourierConfig()
+_STAGING = _COURIER.staging
 
 
 class Role(enum.StrEnum):
@@ -132,6 +133,21 @@ def serve(
         int,
         typer.Option(min=0, max=256, help="Per backend; 0 leaves NIXL's default."),
     ] = _COURIER.num_threads,
+    path: Annotated[
+        PathPolicy,
+        typer.Option(
+            help="How scattered blocks are written: a descriptor for each run of them, packed into "
+            "staging memory, or whatever should be faster."
+        ),
+    ] = _STAGING.path,
+    staging_mib: Annotated[
+        int,
+        typer.Option(min=0, help="Staging memory per rank and direction; 0: nothing goes packed."),
+    ] = _STAGING.send_bytes // MIB,
+    staging_slot_mib: Annotated[
+        int,
+        typer.Option(min=1, help="Largest piece that is written at once from staging memory."),
+    ] = _STAGING.slot_bytes // MIB,
     kv_lease_duration: Annotated[
         float,
         typer.Option(help="Seconds to keep KV for a decode instance that is silent."),
@@ -202,6 +218,9 @@ def serve(
             dp_rank=dp_rank,
             nixl_backends=tuple(nixl_backend or _COURIER.backends),
             nixl_threads=nixl_threads,
+            path=path,
+            staging_mib=staging_mib,
+            staging_slot_mib=staging_slot_mib,
             kv_lease_duration=kv_lease_duration,
             push_registration_timeout=push_registration_timeout,
             kv_load_failure_policy=kv_load_failure_policy,

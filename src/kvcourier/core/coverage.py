@@ -24,13 +24,17 @@ class Coverage:
         """Whether every expected tile has landed."""
         return not self._open
 
+    def expects(self, span: TokenSpan, layers: Iterable[int] | None = None) -> bool:
+        """Whether a tile (None: all expected layers) is wanted, landed or not."""
+        named = self._layers if layers is None else frozenset(layers)
+        inside = self._span.start <= span.start < span.stop <= self._span.stop
+        return named <= self._layers and inside
+
     def land(self, span: TokenSpan, layers: Iterable[int] | None = None) -> bool:
         """A tile has landed (None: all expected layers); False if any of it was not expected."""
-        named = self._layers if layers is None else frozenset(layers)
-        if not named <= self._layers or not (
-            self._span.start <= span.start < span.stop <= self._span.stop
-        ):
+        if not self.expects(span, layers):
             return False
+        named = self._layers if layers is None else frozenset(layers)
         for layer in named & self._open.keys():
             missing = _subtract(self._open[layer], span)
             if missing:

@@ -36,9 +36,9 @@ from kvcourier.core.events import (
 from kvcourier.core.holder import Holder
 from kvcourier.core.lifecycle import HoldState, WantState
 from kvcourier.core.messages import (
-    AnyMessage,
     Cancel,
     Collected,
+    CoreMessage,
     Fail,
     Fenced,
     Landed,
@@ -51,6 +51,7 @@ from kvcourier.core.messages import (
 from kvcourier.core.peers import Peer, PeerState
 from kvcourier.core.stories import StoryEntry
 from kvcourier.core.wanter import Wanter
+from kvcourier.core.wants import WriteTarget
 from kvcourier.core.workspace import Counted, TimerKind, Workspace
 from kvcourier.errors import MappingError
 from kvcourier.ids import InstanceAddress, PeerRank, Rank, RequestId
@@ -78,6 +79,8 @@ class Endpoint:
         timing: Timing,
         limits: Limits,
     ) -> None:
+        self.me = me
+        self.quarantine_limit_s = timing.quarantine_limit_s
         self._space = Workspace(me, geometries, timing, limits)
         self._holder = Holder(self._space)
         self._wanter = Wanter(self._space, address)
@@ -152,6 +155,10 @@ class Endpoint:
             return frozenset()
         return frozenset(peer.routes_to_us) | frozenset(peer.routes_from_us)
 
+    def write_target(self, message: Landed) -> WriteTarget | None:
+        """Where a tile that a peer announces goes; None unless all of it is expected now."""
+        return self._wanter.write_target(message)
+
     @property
     def counts(self) -> Mapping[Counted, int]:
         """Everything counted so far."""
@@ -211,7 +218,7 @@ class Endpoint:
             case TransferCompleted(operation_id):
                 self._on_operation_ended(operation_id, None)
 
-    def _on_message(self, message: AnyMessage) -> None:
+    def _on_message(self, message: CoreMessage) -> None:
         match message:
             case Register():
                 self._replace_if_restarted(message)
@@ -327,6 +334,8 @@ class Endpoint:
             bytes=event.num_bytes,
             post_s=event.seconds,
             posting_thread=event.thread,
+            path=event.path.value,
+            **{f"{path}_estimate_s": round(s, 6) for path, s in event.estimates_s.items()},
         )
 
     def _on_operation_ended(self, operation_id: OperationId, reason: str | None) -> None:

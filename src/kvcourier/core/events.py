@@ -4,11 +4,11 @@ Decides the closed list. Each is a fact in the past tense. Refuses to know what 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType
 
-from kvcourier.config import TransferMode
-from kvcourier.core.messages import AnyMessage
+from kvcourier.config import TransferMode, TransferPath
+from kvcourier.core.messages import CoreMessage
 from kvcourier.core.params import WantIntent
 from kvcourier.ids import (
     BlockId,
@@ -90,7 +90,7 @@ class RequestAborted:
 class MessageReceived:
     """A decoded message, by whichever way it came."""
 
-    message: AnyMessage
+    message: CoreMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,9 @@ class PeerLost:
 class TransferPosted:
     """Answers PostWrite and PostRead; TransferCompleted or TransferFailed will follow.
 
-    `seconds` is how long posting took, `thread` who did it: an engine's step must never post.
+    `num_pieces` are the descriptors, or the parcels where it goes packed. `seconds` is how long
+    posting took, `thread` who did it: an engine's step must never post. `path` and `estimates_s`
+    say which path was chosen and how long each was expected to take.
     """
 
     operation_id: OperationId
@@ -132,6 +134,8 @@ class TransferPosted:
     num_bytes: int
     seconds: float
     thread: str
+    path: TransferPath = TransferPath.DIRECT
+    estimates_s: Mapping[TransferPath, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

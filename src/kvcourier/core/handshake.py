@@ -61,14 +61,28 @@ class GeometryOffer(msgspec.Struct, frozen=True):
     regions: list[tuple[Bytes63, Bytes63, MemoryKind, Index]]
 
 
+class StagingOffer(msgspec.Struct, frozen=True):
+    """Where a rank takes parcels: slot i starts at `address + i * slot_bytes`."""
+
+    address: Bytes63
+    slot_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+    num_slots: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    memory: MemoryKind
+    device_id: Index
+
+
 class RankOffer(msgspec.Struct, frozen=True):
-    """How to reach one rank: its agent, its side-channel port (same host), its cache."""
+    """How to reach one rank: its agent, its side-channel port (same host), its cache.
+
+    Without `staging` nothing can be sent to it packed.
+    """
 
     rank: RankPair
     agent_name: Text
     agent_metadata: bytes
     side_channel_port: Port
     cache: GeometryOffer
+    staging: StagingOffer | None = None
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -130,6 +144,7 @@ class RankContact:
     agent_name: AgentName
     agent_metadata: bytes
     side_channel_port: int
+    staging: StagingOffer | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,7 +271,11 @@ def read_answer(payload: bytes, engine_id: EngineId, facts: Facts, limits: Limit
 
 
 def rank_offer(
-    cache: RankCache, agent_name: AgentName, agent_metadata: bytes, side_channel_port: int
+    cache: RankCache,
+    agent_name: AgentName,
+    agent_metadata: bytes,
+    side_channel_port: int,
+    staging: StagingOffer | None = None,
 ) -> RankOffer:
     """One rank's part of an offer."""
     geometry, placement = cache.geometry, cache.placement
@@ -277,6 +296,7 @@ def rank_offer(
             placement_stride=placement.block_stride_bytes.ravel().tolist(),
             regions=[(r.address, r.size_bytes, r.memory, r.device_id) for r in cache.regions],
         ),
+        staging=staging,
     )
 
 
@@ -340,8 +360,16 @@ def _contact(offer: RankOffer, facts: Facts, limits: Limits) -> RankContact:
         validate_cache(cache, limits)
     except MappingError as error:
         raise HandshakeRejected([f"rank {cache.rank}: {error}"]) from None
+    staging = offer.staging
+    if staging is not None and staging.num_slots > limits.max_slots:
+        raise HandshakeRejected(
+            [
+                f"staging of rank {cache.rank}: at most {limits.max_slots} slots are taken, "
+                f"{staging.num_slots} there"
+            ]
+        )
     return RankContact(
-        cache, AgentName(offer.agent_name), offer.agent_metadata, offer.side_channel_port
+        cache, AgentName(offer.agent_name), offer.agent_metadata, offer.side_channel_port, staging
     )
 
 

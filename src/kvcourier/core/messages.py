@@ -24,8 +24,8 @@ from kvcourier.ids import (
     TransferKey,
 )
 
-PROTOCOL_VERSION = 1
-"""1: first version."""
+PROTOCOL_VERSION = 2
+"""1: first version. 2: packed streams, and staging memory in a rank's offer."""
 
 REGISTRATION_PREFIX = b"PUSH_REG:"
 """Starts a registration's notification, as in vLLM, so that a foreign one is recognised."""
@@ -200,9 +200,63 @@ class Renewed(Message, frozen=True, tag="renewed"):
     unknown: list[Text]
 
 
-AnyMessage = Register | Registered | Landed | Fail | Cancel | Fenced | Collected | Renew | Renewed
+class OpenStream(Message, frozen=True, tag="open_stream"):
+    """Holder to wanter: these tiles will come packed, in parcels; grant me staging slots.
 
-ON_DATA_PATH = (Register, Landed)
+    `stream` is the holder's own number, new for each. `landed` says what is there when all
+    parcels are; its bounds are checked against the registration. Parcels are counted in the
+    order both sides compute (layout.packing), each of as many whole pieces as `parcel_bytes` hold.
+    """
+
+    sender: SenderFields
+    stream: Index
+    landed: Landed
+    parcel_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+    num_parcels: Index
+
+
+class GrantSlots(Message, frozen=True, tag="grant_slots"):
+    """Wanter to holder: write parcel `first_parcel + i` of the stream into staging slot
+    `slots[i]`, once."""
+
+    sender: SenderFields
+    stream: Index
+    first_parcel: Index
+    slots: list[Index]
+
+
+class RefuseStream(Message, frozen=True, tag="refuse_stream"):
+    """Wanter to holder: no parcel of the stream is taken."""
+
+    sender: SenderFields
+    stream: Index
+    reason: Annotated[str, msgspec.Meta(max_length=1024)]
+
+
+class Parcel(Message, frozen=True, tag="parcel"):
+    """Holder to wanter, riding on a WRITE: this parcel is in that staging slot."""
+
+    sender: SenderFields
+    stream: Index
+    parcel: Index
+    slot: Index
+
+
+class CloseStream(Message, frozen=True, tag="close_stream"):
+    """Holder to wanter: the stream ends early; nothing is in flight into these slots."""
+
+    sender: SenderFields
+    stream: Index
+    unused_slots: list[Index]
+
+
+StreamMessage = OpenStream | GrantSlots | RefuseStream | Parcel | CloseStream
+"""What the packed path says; the endpoint's core does not see it."""
+
+CoreMessage = Register | Registered | Landed | Fail | Cancel | Fenced | Collected | Renew | Renewed
+AnyMessage = CoreMessage | StreamMessage
+
+ON_DATA_PATH = (Register, Landed, Parcel)
 """Messages that come as NIXL notifications; all others come over the side channel."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -259,11 +313,15 @@ def _check_lengths(message: AnyMessage, limits: Limits) -> None:
         ("known", limits.max_waiting_registrations),
         ("served", limits.max_waiting_registrations),
         ("unknown", limits.max_waiting_registrations),
+        ("slots", limits.max_slots),
+        ("unused_slots", limits.max_slots),
     )
     for field, limit in bounds:
         value: Any = getattr(message, field, None)
         if isinstance(value, list) and len(value) > limit:
             raise RemoteProtocolError(f"{field}: at most {limit} entries, found {len(value)}")
+    if isinstance(message, OpenStream):
+        _check_lengths(message.landed, limits)
     if isinstance(message, Register):
         for group in message.local_block_ids:
             if len(group) > limits.max_block_ids:

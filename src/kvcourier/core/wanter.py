@@ -20,7 +20,7 @@ from kvcourier.core.lifecycle import WantEvent, WantState
 from kvcourier.core.messages import Fail, Fenced, Landed, Registered, RenewItem
 from kvcourier.core.outcomes import Outcome, Side
 from kvcourier.core.peers import Peer, PeerState
-from kvcourier.core.wants import Link, Want
+from kvcourier.core.wants import Link, Want, WriteTarget
 from kvcourier.core.workspace import Counted, Owner, TimerKind, Workspace
 from kvcourier.errors import LocalProtocolError
 from kvcourier.ids import InstanceAddress, PeerRank, RequestId
@@ -137,6 +137,19 @@ class Wanter:
             link.may_write = False
         if all(source.covered for source in want.sources):
             self._receive(want, WantEvent.LANDED)
+
+    def write_target(self, message: Landed) -> WriteTarget | None:
+        """Where a tile that is announced goes; None unless all of it is expected now."""
+        want, link = self._match(message.sender.peer(), message.request_id)
+        if want is None or link is None or want.state not in _AWAITING_WRITE:
+            return None
+        span = TokenSpan(message.first_token, message.first_token + message.num_tokens)
+        if message.route >= len(link.coverage) or not link.coverage[message.route].expects(
+            span, message.layers
+        ):
+            return None
+        route = link.routes[message.route]
+        return WriteTarget(want.request_id, route, want.block_ids, want.span.start, span)
 
     def on_fail(self, message: Fail) -> None:
         """A source rank will not write."""

@@ -48,6 +48,22 @@ class Link:
         return all(part.complete for part in self.coverage)
 
 
+@dataclass(frozen=True, slots=True)
+class WriteTarget:
+    """Blocks of a registered request that a tile of one route goes to.
+
+    Attributes:
+        first_token: absolute position of the first slot of `block_ids`.
+        span: positions of the tile.
+    """
+
+    request_id: RequestId
+    route: Route
+    block_ids: BlockGroups
+    first_token: int
+    span: TokenSpan
+
+
 @dataclass(slots=True)
 class Want:
     """One request whose KV somebody else holds."""

@@ -11,7 +11,7 @@ equal on both sides goes into `compatibility.EQUAL_FIELDS`; a new bound on a pee
 `tests/layout/test_mapping_properties.py`.
 """
 
-from kvcourier.layout.bind import BoundPieces, bind
+from kvcourier.layout.bind import BoundPieces, bind, estimate_pieces
 from kvcourier.layout.blocks import BlockRun
 from kvcourier.layout.compatibility import differing_fields, require_same_model
 from kvcourier.layout.geometry import (
@@ -57,6 +57,7 @@ __all__ = [
     "bind",
     "consumers_of",
     "differing_fields",
+    "estimate_pieces",
     "instance_geometries",
     "pack_source",
     "pack_target",

@@ -95,6 +95,37 @@ def bind(
     return BoundPieces(tables[0], tables[1], source_planes.memory, target_planes.memory)
 
 
+def estimate_pieces(
+    plan: MappingPlan,
+    source: RankCache,
+    target: RankCache,
+    source_blocks: BlockRun,
+    target_blocks: BlockRun,
+    span: TokenSpan,
+    layers: Sequence[int] | None = None,
+) -> int:
+    """How many pieces `bind` would make, without making them; arguments and errors as there.
+
+    Counts runs of blocks in the first plane. Planes that lie side by side would be joined on top.
+    """
+    units = units_of(span, plan.unit_tokens)
+    source_units = locate("source", source, source_blocks, units, plan.unit_tokens)
+    target_units = locate("target", target, target_blocks, units, plan.unit_tokens)
+    num_runs = len(units) * len(plan.lengths)
+    if len(plan.lengths) == 1:
+        source_row, target_row = plan.source_rows[0], plan.target_rows[0]
+        source_stride = int(source.placement.block_stride_bytes[source_row, 0])
+        target_stride = int(target.placement.block_stride_bytes[target_row, 0])
+        joined = _adjoin(
+            source_units.offsets(source_stride, plan.source_unit_stride_bytes),
+            target_units.offsets(target_stride, plan.target_unit_stride_bytes),
+            np.broadcast_to(plan.lengths, len(units)),
+        )
+        num_runs -= int(joined.sum())
+    num_layers = len(plan.route.layers) if layers is None else len(set(layers))
+    return num_runs * num_layers * plan.source.kind.num_planes
+
+
 class _UnitRuns(NamedTuple):
     """Pieces of unit 0 of block 0 over all planes: arrays with one entry per piece.
 

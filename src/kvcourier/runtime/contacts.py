@@ -4,10 +4,10 @@ Decides when a peer rank's agent is loaded and who a notification comes from. Re
 requests.
 """
 
-from kvcourier.core.handshake import PeerInstance, RankContact
+from kvcourier.core.handshake import PeerInstance, RankContact, StagingOffer
 from kvcourier.errors import PeerLost
 from kvcourier.ids import AgentName, InstanceAddress, PeerRank, Rank
-from kvcourier.layout.geometry import RankCache
+from kvcourier.layout.geometry import MemoryKind, RankCache
 from kvcourier.runtime.mapping_cache import MappingCache
 from kvcourier.runtime.side_channel import SideChannel
 from kvcourier.transport.interface import Transport
@@ -52,6 +52,10 @@ class Contact:
             self._mappings[rank] = MappingCache(self._own_cache, self._rank(rank).cache)
         return self._mappings[rank]
 
+    def staging(self, rank: Rank) -> StagingOffer | None:
+        """Where that rank takes parcels; None if it takes none."""
+        return self._rank(rank).staging
+
     def close(self) -> None:
         """Forget its agents; operations in flight go on being polled."""
         for agent in self._agents.values():
@@ -73,6 +77,26 @@ class Contacts:
         self._transport = transport
         self._channel = channel
         self._contacts: dict[InstanceAddress, Contact] = {}
+
+    @property
+    def memory(self) -> MemoryKind:
+        """Where our own cache lies."""
+        return self._own_cache.regions[0].memory
+
+    def peers_at(self, address: InstanceAddress) -> list[PeerRank]:
+        """Ranks of the instance connected there; none if none is."""
+        contact = self._contacts.get(address)
+        return [] if contact is None else contact.peers()
+
+    def of(self, peer: PeerRank) -> Contact | None:
+        """The contact of a rank in its present life, wherever it listens."""
+        for contact in self._contacts.values():
+            instance = contact.instance
+            if (instance.engine_id, instance.incarnation) == peer[:2] and (
+                peer.rank in instance.ranks
+            ):
+                return contact
+        return None
 
     def add(self, address: InstanceAddress, instance: PeerInstance) -> Contact:
         """A peer shook hands: open the side channel to each of its ranks.
@@ -103,13 +127,8 @@ class Contacts:
 
     def agent_name(self, peer: PeerRank) -> AgentName | None:
         """The agent of a connected peer's rank; None if that life is not connected."""
-        for contact in self._contacts.values():
-            instance = contact.instance
-            if (instance.engine_id, instance.incarnation) == peer[:2] and (
-                peer.rank in instance.ranks
-            ):
-                return instance.ranks[peer.rank].agent_name
-        return None
+        contact = self.of(peer)
+        return None if contact is None else contact.instance.ranks[peer.rank].agent_name
 
     def get(self, address: InstanceAddress, peer: PeerRank) -> Contact:
         """The peer at this address, if it lives the expected life.

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvcourier.config import CourierConfig, Limits, TransferMode
 from kvcourier.core.commands import (
@@ -32,53 +31,48 @@ from kvcourier.core.events import (
     ConnectFailed,
     Event,
     MessageReceived,
-    OperationId,
     PeerConnected,
     PeerLost,
-    PostRefused,
     TimePassed,
-    TransferCompleted,
-    TransferFailed,
-    TransferPosted,
 )
-from kvcourier.core.handshake import Facts, read_answer, request
-from kvcourier.core.messages import ON_DATA_PATH, AnyMessage, Landed, decode, encode
-from kvcourier.core.outcomes import Report
+from kvcourier.core.handshake import Facts, StagingOffer, read_answer, request
+from kvcourier.core.messages import (
+    ON_DATA_PATH,
+    AnyMessage,
+    CloseStream,
+    GrantSlots,
+    Landed,
+    OpenStream,
+    Parcel,
+    RefuseStream,
+    decode,
+    encode,
+    sender_fields,
+)
+from kvcourier.core.outcomes import Outcome, Report, Side
+from kvcourier.core.wants import WriteTarget
 from kvcourier.errors import (
     HandshakeRejected,
     KVCourierError,
     MappingError,
-    PostFailed,
     RemoteProtocolError,
     TransportError,
 )
-from kvcourier.errors import PeerLost as PeerLostError
 from kvcourier.ids import InstanceAddress, PeerRank
-from kvcourier.layout.geometry import RankCache
+from kvcourier.layout import PackedSide, RankCache
 from kvcourier.runtime.contacts import Contacts
 from kvcourier.runtime.engine_link import EngineToken, decode_call
 from kvcourier.runtime.metrics import CourierObserver
+from kvcourier.runtime.packed_receiver import PackedReceiver
+from kvcourier.runtime.packed_sender import PackedSender
+from kvcourier.runtime.postings import Postings
 from kvcourier.runtime.side_channel import SideChannel, sender_matches
-from kvcourier.transport.interface import (
-    Notification,
-    Operation,
-    TransferHandle,
-    TransferState,
-    Transport,
-)
+from kvcourier.runtime.staging import StagingPair
+from kvcourier.transport.interface import Notification, Transport
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """One posted operation as the transport knows it."""
-
-    handle: TransferHandle
-    operation: Operation
-    peer: PeerRank
-    address: InstanceAddress
-    posted_at: float
+_UNKNOWN_WRITER = (Landed, Parcel)
+"""Notices that only a connected peer's agent may send."""
 
 
 class Courier:
@@ -88,6 +82,7 @@ class Courier:
         endpoint: the rank's core; nobody else may call `handle`.
         cache: the rank's own cache, whose regions the transport has registered.
         transport: used from the courier's thread only, once it runs.
+        staging: memory of the packed path, which the transport has registered; ours to close.
         channel: likewise.
         facts: ours, for the handshakes we ask for.
         observer: told of operations and dropped messages.
@@ -101,6 +96,7 @@ class Courier:
         endpoint: Endpoint,
         cache: RankCache,
         transport: Transport,
+        staging: StagingPair,
         channel: SideChannel,
         facts: Facts,
         *,
@@ -116,6 +112,7 @@ class Courier:
         self.error: BaseException | None = None
         self._transport = transport
         self._channel = channel
+        self._staging = staging
         self._contacts = Contacts(cache, transport, channel)
         self._facts = facts
         self._config = config
@@ -127,7 +124,32 @@ class Courier:
         self._clock = clock
         self._inbox: deque[Event] = deque()
         self._events: deque[Event] = deque()
-        self._flights: dict[OperationId, _Flight] = {}
+        me = sender_fields(endpoint.me)
+        self._postings = Postings(
+            self._contacts,
+            transport,
+            PackedSender(
+                staging.send,
+                transport,
+                me,
+                self._send,
+                config.staging.patience_s,
+                clock,
+            ),
+            config.staging.path,
+            observer,
+            clock,
+        )
+        self._receiver = PackedReceiver(
+            staging.receive,
+            me,
+            self._send,
+            endpoint.write_target,
+            self._locate,
+            endpoint.quarantine_limit_s,
+            limits,
+            clock,
+        )
         self._stopping = False
         self._thread = threading.Thread(
             target=self._run, name=f"kv-courier-{cache.rank}", daemon=True
@@ -137,6 +159,11 @@ class Courier:
     def thread_name(self) -> str:
         """Name of the courier's thread, as stories give it."""
         return self._thread.name
+
+    @property
+    def staging_offer(self) -> StagingOffer | None:
+        """Where peers may write parcels."""
+        return self._receiver.offer
 
     def start(self) -> None:
         """Run from now on."""
@@ -161,6 +188,7 @@ class Courier:
             self._channel.wake()
             self._thread.join()
         self._transport.close()
+        self._staging.close()
         self._channel.close()
 
     # The loop.
@@ -187,8 +215,10 @@ class Courier:
             self._on_side_message(identity, payload)
         for notification in self._transport.notifications():
             self._on_notification(notification)
-        for operation_id, flight in list(self._flights.items()):
-            self._poll(operation_id, flight)
+        for event in self._postings.poll():
+            self._handle(event)
+        for landed in self._receiver.poll():
+            self._handle(MessageReceived(landed))
         deadline = self.endpoint.next_deadline()
         if deadline is not None and deadline <= self._clock():
             self._handle(TimePassed())
@@ -197,11 +227,17 @@ class Courier:
         """How long to sleep: until the next poll or deadline, whichever comes first."""
         if self._inbox:
             return 0.0
-        busy = bool(self._flights) or self.endpoint.awaits_notification
-        patience = self._config.poll_busy_s if busy else self._config.poll_idle_s
-        deadline = self.endpoint.next_deadline()
-        if deadline is not None:
-            patience = min(patience, max(0.0, deadline - self._clock()))
+        config = self._config
+        if self._postings.streaming or self._receiver.busy:
+            patience = config.poll_stream_s
+        elif self._postings.busy or self.endpoint.awaits_notification:
+            patience = config.poll_busy_s
+        else:
+            patience = config.poll_idle_s
+        for part in (self.endpoint, self._postings, self._receiver):
+            deadline = part.next_deadline()
+            if deadline is not None:
+                patience = min(patience, max(0.0, deadline - self._clock()))
         return patience
 
     def _handle(self, event: Event) -> None:
@@ -216,77 +252,37 @@ class Courier:
     def _do(self, command: Command) -> None:
         match command:
             case PostWrite() | PostRead():
-                self._post(command)
+                self._events.extend(self._postings.start(command))
             case SendMessage(peer, message):
-                if not self._channel.send(peer, encode(message)):
-                    self._observer.dropped("no_way_to_peer")
+                self._send(peer, encode(message))
             case SendNotification(peer, address, message):
                 self._notify(peer, address, encode(message))
             case Tell(report):
-                self._on_report(report)
+                self._tell(report)
             case Connect(address, mode):
                 self._connect(address, mode)
             case Disconnect(address):
-                self._channel.drop(address)
-                self._contacts.remove(address)
+                self._disconnect(address)
             case Abandon(operation_id):
-                flight = self._flights.pop(operation_id, None)
-                if flight is not None:
-                    self._transport.release(flight.handle)
+                self._postings.abandon(operation_id)
 
-    def _post(self, command: PostWrite | PostRead) -> None:
-        operation = Operation.WRITE if isinstance(command, PostWrite) else Operation.READ
-        try:
-            contact = self._contacts.get(command.address, command.peer)
-            agent = contact.agent(command.peer.rank)
-            mapping = contact.mapping(command.peer.rank)
-            notice = b""
-            if isinstance(command, PostWrite):
-                sides = mapping.for_write(command)
-                notice = encode(command.notice)
-            else:
-                sides = mapping.for_read(command)
-            started = self._clock()
-            handle = self._transport.post(
-                operation, agent, local=sides.local, remote=sides.remote, notice=notice
-            )
-        except (MappingError, PostFailed, RemoteProtocolError, PeerLostError) as error:
-            self._observer.failed(operation)
-            self._events.append(PostRefused(command.operation_id, str(error)))
-            if isinstance(error, PeerLostError):
-                self._lose(command.address, command.peer, str(error))
-            return
-        now = self._clock()
-        self._flights[command.operation_id] = _Flight(
-            handle, operation, command.peer, command.address, started
-        )
-        self._observer.posted(operation, now - started, sides.num_bytes, len(sides.local))
-        self._events.append(
-            TransferPosted(
-                command.operation_id,
-                len(sides.local),
-                sides.num_bytes,
-                now - started,
-                threading.current_thread().name,
-            )
-        )
+    def _tell(self, report: Report) -> None:
+        if report.outcome is Outcome.RELEASED and report.side is Side.WANT:
+            self._receiver.forget(report.request_id)
+        self._on_report(report)
 
-    def _poll(self, operation_id: OperationId, flight: _Flight) -> None:
-        status = self._transport.poll(flight.handle)
-        if status.state is TransferState.IN_FLIGHT:
-            return
-        # An event handled before in this round may have abandoned it.
-        if self._flights.pop(operation_id, None) is None:
-            return
-        self._transport.release(flight.handle)
-        if status.state is TransferState.DONE:
-            self._observer.completed(flight.operation, self._clock() - flight.posted_at)
-            self._handle(TransferCompleted(operation_id))
-            return
-        self._observer.failed(flight.operation)
-        if status.peer_lost:
-            self._lose(flight.address, flight.peer, status.reason)
-        self._handle(TransferFailed(operation_id, status.reason))
+    def _send(self, peer: PeerRank, payload: bytes) -> bool:
+        sent = self._channel.send(peer, payload)
+        if not sent:
+            self._observer.dropped("no_way_to_peer")
+        return sent
+
+    def _disconnect(self, address: InstanceAddress) -> None:
+        self._channel.drop(address)
+        for peer in self._contacts.peers_at(address):
+            self._postings.lose(peer, f"{address} was disconnected")
+            self._receiver.lose(peer)
+        self._contacts.remove(address)
 
     def _notify(self, peer: PeerRank, address: InstanceAddress, payload: bytes) -> None:
         try:
@@ -310,7 +306,13 @@ class Courier:
         if isinstance(message, ON_DATA_PATH) or not sender_matches(identity, message.sender.peer()):
             self._drop_foreign(message)
             return
-        self._handle(MessageReceived(message))
+        match message:
+            case GrantSlots() | RefuseStream():
+                self._postings.on_message(message)
+            case OpenStream() | CloseStream():
+                self._receiver.on_message(message)
+            case _:
+                self._handle(MessageReceived(message))
 
     def _on_engine_call(self, payload: bytes) -> bool:
         """Whether it was a call of our scheduler in another process."""
@@ -331,9 +333,12 @@ class Courier:
             return
         agent = self._contacts.agent_name(message.sender.peer())
         known_as_another = agent not in (None, notification.sender)
-        unknown_writer = agent is None and isinstance(message, Landed)
+        unknown_writer = agent is None and isinstance(message, _UNKNOWN_WRITER)
         if not isinstance(message, ON_DATA_PATH) or known_as_another or unknown_writer:
             self._drop_foreign(message)
+            return
+        if isinstance(message, Parcel):
+            self._receiver.on_message(message)
             return
         self._handle(MessageReceived(message))
 
@@ -374,3 +379,12 @@ class Courier:
                 contact.agent(rank)
             except (TransportError, RemoteProtocolError) as error:
                 _log.warning("agent of %s rank %s cannot be loaded: %s", address, rank, error)
+
+    # The packed path.
+
+    def _locate(self, peer: PeerRank, target: WriteTarget, landed: Landed) -> list[PackedSide]:
+        """Our side of a tile that a peer sends; raises MappingError."""
+        contact = self._contacts.of(peer)
+        if contact is None:
+            raise MappingError(f"{peer} is not connected")
+        return contact.mapping(peer.rank).pack_target(target, landed.layers)

@@ -4,20 +4,26 @@ Decides nothing: it keeps one mapping plan for each route and binds block ids to
 know requests and handles.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvcourier.core.commands import PostRead, PostWrite
 from kvcourier.core.events import BlockGroups
+from kvcourier.core.wants import WriteTarget
 from kvcourier.layout import (
     BlockRun,
     BoundPieces,
     Int64Array,
     MappingPlan,
+    PackedSide,
     RankCache,
     Route,
     bind,
+    estimate_pieces,
+    pack_source,
+    pack_target,
     plan_mapping,
 )
 from kvcourier.transport.interface import Descriptors
@@ -57,6 +63,26 @@ class MappingCache:
         pieces = bind(plan, self._peer, self._own, peer, own, command.span)
         source, target = _sides(pieces)
         return LocalAndRemote(target, source, pieces.num_bytes)
+
+    def estimate_pieces(self, command: PostWrite) -> int:
+        """How many descriptors `for_write` would make. Raises MappingError."""
+        own = BlockRun(_ids(command.own_block_ids), 0)
+        peer = BlockRun(_ids(command.peer_block_ids), command.peer_first_token)
+        plan = self._plan(command.route, writes=True)
+        layers = command.notice.layers
+        return estimate_pieces(plan, self._own, self._peer, own, peer, command.span, layers)
+
+    def pack_source(self, command: PostWrite) -> list[PackedSide]:
+        """Our side of a packed WRITE, as `for_write` binds it. Raises MappingError."""
+        plan = self._plan(command.route, writes=True)
+        own = BlockRun(_ids(command.own_block_ids), 0)
+        return [pack_source(plan, self._own, own, command.span, command.notice.layers)]
+
+    def pack_target(self, target: WriteTarget, layers: Sequence[int] | None) -> list[PackedSide]:
+        """Our side of a peer's packed WRITE. Raises MappingError."""
+        plan = self._plan(target.route, writes=False)
+        own = BlockRun(_ids(target.block_ids), target.first_token)
+        return [pack_target(plan, self._own, own, target.span, layers)]
 
     def _plan(self, route: Route, *, writes: bool) -> MappingPlan:
         # Two ranks of equal position may have one and the same route in both directions.

@@ -16,6 +16,7 @@ from kvcourier.runtime.courier import Courier
 from kvcourier.runtime.engine_link import EngineToken
 from kvcourier.runtime.metrics import CourierObserver
 from kvcourier.runtime.side_channel import SideChannel
+from kvcourier.runtime.staging import open_staging_pair
 from kvcourier.transport.interface import Transport
 
 TransportFactory = Callable[[AgentName], Transport]
@@ -48,7 +49,8 @@ def open_rank(
     """
     me = PeerRank(config.engine_id, incarnation, cache.rank)
     transport = transport_factory(AgentName(f"{config.engine_id}:{incarnation[:12]}:{cache.rank}"))
-    transport.register(cache.regions)
+    staging = open_staging_pair(cache, config.courier.staging)
+    transport.register([*cache.regions, *staging.regions])
     channel = SideChannel(me, config.side_channel_host, config.limits.max_message_bytes)
     courier = Courier(
         Endpoint(
@@ -60,6 +62,7 @@ def open_rank(
         ),
         cache,
         transport,
+        staging,
         channel,
         handshake.facts_of(config.model, geometries, config.cache_format),
         config=config.courier,
@@ -70,6 +73,10 @@ def open_rank(
         engine_token=engine_token,
     )
     offer = handshake.rank_offer(
-        cache, transport.agent_name, transport.agent_metadata(), channel.port
+        cache,
+        transport.agent_name,
+        transport.agent_metadata(),
+        channel.port,
+        courier.staging_offer,
     )
     return courier, offer

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvcourier.config import (
+    MIB,
     SIDE_CHANNEL_PORT_VARIABLE,
     CourierConfig,
     EndpointConfig,
+    PathPolicy,
+    StagingConfig,
     Timing,
     side_channel_address,
 )
@@ -28,6 +31,9 @@ _COURIER = CourierConfig()
 DEFAULT_NUM_THREADS = 4
 """UCX threads, as in vLLM's own connectors; with one, posting scattered blocks takes twice as
 long."""
+GPU_STAGING = StagingConfig(send_bytes=512 * MIB, receive_bytes=512 * MIB, slot_bytes=128 * MIB)
+CPU_STAGING = StagingConfig()
+"""Slots of 128 MiB take 0.4 ms on NVLink; four of them keep it busy."""
 
 _KNOWN_KEYS = frozenset(
     {
@@ -36,6 +42,10 @@ _KNOWN_KEYS = frozenset(
         "kv_lease_duration",
         "push_registration_timeout",
         "kv_recompute_threshold",
+        "transfer_path",
+        "staging_mib",
+        "staging_slot_mib",
+        "log_stories",
     }
 )
 
@@ -50,6 +60,7 @@ class ConnectorSettings:
         tp_size: tensor-parallel size.
         recompute_threshold: tokens; a remainder of at most so many is computed, not fetched.
         may_receive: vLLM keeps blocks back until no step can write them (kv_consumer, kv_both).
+        log_stories: every finished transfer's story goes into the log.
     """
 
     endpoint: EndpointConfig
@@ -57,6 +68,7 @@ class ConnectorSettings:
     tp_size: int
     recompute_threshold: int
     may_receive: bool
+    log_stories: bool = False
 
 
 def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
@@ -91,6 +103,7 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
             extra, "push_registration_timeout", _TIMING.push_registration_timeout
         ),
     )
+    on_gpu = vllm_config.device_config.device_type != "cpu"
     backends = extra.get("backends", list(_COURIER.backends))
     if not isinstance(backends, list) or not backends or not all(map(_is_text, backends)):
         raise ConfigError(
@@ -106,12 +119,15 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
             courier=CourierConfig(
                 backends=tuple(backends),
                 num_threads=int(_number(extra, "num_threads", DEFAULT_NUM_THREADS)),
+                poll_stream_s=0.0 if on_gpu else _COURIER.poll_stream_s,
+                staging=_staging(extra, transfer, GPU_STAGING if on_gpu else CPU_STAGING),
             ),
         ),
         incarnation=Incarnation(f"{vllm_config.instance_id}-{parallel.data_parallel_index}"),
         tp_size=parallel.tensor_parallel_size,
         recompute_threshold=int(_number(extra, "kv_recompute_threshold", 0)),
         may_receive=bool(transfer.is_kv_consumer),
+        log_stories=extra.get("log_stories") is True,
     )
 
 
@@ -127,6 +143,28 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
             raise ConfigError(f"{name}: CourierConnector supports 1 so far, found {size}")
     if getattr(vllm_config, "speculative_config", None) is not None:
         raise ConfigError("speculative_config: CourierConnector does not support it so far")
+
+
+def _staging(extra: Mapping[str, Any], transfer: Any, default: StagingConfig) -> StagingConfig:
+    """Staging memory for the directions that this role has."""
+    path = extra.get("transfer_path", default.path.value)
+    if path not in set(PathPolicy):
+        choices = ", ".join(PathPolicy)
+        raise ConfigError(
+            f"kv_connector_extra_config.transfer_path: expected one of {choices}, found {path!r}"
+        )
+    size = _mib(extra, "staging_mib", default.send_bytes)
+    return StagingConfig(
+        path=PathPolicy(path),
+        send_bytes=size if transfer.is_kv_producer else 0,
+        receive_bytes=size if transfer.is_kv_consumer else 0,
+        slot_bytes=_mib(extra, "staging_slot_mib", default.slot_bytes),
+    )
+
+
+def _mib(extra: Mapping[str, Any], key: str, default: int) -> int:
+    """A size that is given in MiB, in bytes."""
+    return int(_number(extra, key, default / MIB)) * MIB
 
 
 def _number(extra: Mapping[str, Any], key: str, default: float) -> float:

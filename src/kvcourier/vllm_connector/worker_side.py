@@ -49,6 +49,7 @@ class WorkerSide:
         self._failed: set[RequestId] = set()
         self._failed_blocks: set[int] = set()
         self._stats = StatsRecorder()
+        self._log_stories = settings.log_stories
         token = new_token()
         config = replace(settings.endpoint, cache_format=cache_format)
         geometries = all_ranks(cache.geometry, settings.tp_size)
@@ -61,7 +62,7 @@ class WorkerSide:
             nixl_factory(config.courier),
             server_port=config.side_channel_port,
             observer=self._stats,
-            on_report=self._reports.append,
+            on_report=self._on_report,
             on_death=lambda: None,
             engine_token=token,
         )
@@ -104,6 +105,13 @@ class WorkerSide:
     def close(self) -> None:
         """Stop the courier and give NIXL back."""
         self._courier.close()
+
+    def _on_report(self, report: Report) -> None:
+        """On the courier's thread, so that the story does not change while it is read."""
+        self._reports.append(report)
+        if self._log_stories and report.outcome is Outcome.RELEASED:
+            for entry in self._courier.endpoint.story(report.request_id) or ():
+                _log.info("%s %.6f %s %s", report.request_id, entry.at, entry.what, entry.details)
 
     def _release(self, report: Report, results: Any) -> None:
         request_id = report.request_id

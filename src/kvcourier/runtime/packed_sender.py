@@ -1,0 +1,300 @@
+"""Sending packed: gathers blocks into staging slots and writes each slot in one piece.
+
+Decides nothing about slots, which `core.packing.Sender` does; it turns its actions into gathers,
+WRITEs and messages, and their ends back into its events. Used on the courier's thread only.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvcourier.core.commands import PostWrite
+from kvcourier.core.events import OperationId
+from kvcourier.core.handshake import StagingOffer
+from kvcourier.core.messages import (
+    CloseStream,
+    GrantSlots,
+    OpenStream,
+    Parcel,
+    RefuseStream,
+    SenderFields,
+    encode,
+)
+from kvcourier.core.packing import (
+    Gather,
+    RingSlot,
+    SendClose,
+    Sender,
+    SenderAction,
+    SendOpen,
+    StreamEnded,
+    StreamId,
+    Write,
+)
+from kvcourier.errors import PeerLost, PostFailed
+from kvcourier.ids import AgentName, PeerRank
+from kvcourier.layout import PackedSide, parcels
+from kvcourier.layout import Parcel as ParcelRange
+from kvcourier.runtime.staging import Staging
+from kvcourier.transport.copying import LoadedTables, Ticket
+from kvcourier.transport.interface import (
+    Descriptors,
+    Operation,
+    TransferHandle,
+    TransferState,
+    Transport,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamResult:
+    """How a packed WRITE ended.
+
+    Attributes:
+        reason: why it failed; None if all bytes are in the peer's staging memory.
+        peer_lost: the failure means that the peer is gone.
+        post_s: seconds spent in the transport's post calls.
+        num_parcels: of the whole transfer.
+        num_bytes: of the whole transfer.
+    """
+
+    command: PostWrite
+    reason: str | None
+    peer_lost: bool
+    post_s: float
+    num_parcels: int
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class _Stream:
+    command: PostWrite
+    agent: AgentName
+    peer_staging: StagingOffer
+    tables: LoadedTables
+    parcels: tuple[ParcelRange, ...]
+    piece_bytes: tuple[int, ...]
+    parcel_bytes: int
+    post_s: float = 0.0
+    gathers: dict[int, Ticket] = field(default_factory=dict)
+    writes: dict[int, TransferHandle] = field(default_factory=dict)
+
+    def size_of(self, number: int) -> int:
+        """Bytes of a parcel."""
+        part = self.parcels[number]
+        return (part.stop - part.start) * self.piece_bytes[part.segment]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(self.size_of, range(len(self.parcels))))
+
+
+class PackedSender:
+    """All packed WRITEs of one rank.
+
+    Args:
+        staging: our slots, which the transport has registered; None: nothing can be opened.
+        sender: how messages name us.
+        send: sends a message over the side channel; False if there is no way.
+        patience_s: see `StagingConfig`.
+    """
+
+    def __init__(
+        self,
+        staging: Staging | None,
+        transport: Transport,
+        sender: SenderFields,
+        send: Callable[[PeerRank, bytes], bool],
+        patience_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._staging = staging
+        self._transport = transport
+        self._sender = sender
+        self._send = send
+        self._clock = clock
+        # Without staging memory nothing is ever opened.
+        self._core = Sender(1 if staging is None else staging.num_slots, patience_s)
+        self._streams: dict[StreamId, _Stream] = {}
+        self._results: list[StreamResult] = []
+
+    @property
+    def can_send(self) -> bool:
+        """Whether there is staging memory to send from."""
+        return self._staging is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way, so that polling pays."""
+        return bool(self._streams)
+
+    def next_deadline(self) -> float | None:
+        """When `poll` is due at the latest."""
+        return self._core.next_deadline()
+
+    def num_parcels(self, segments: list[PackedSide], peer_staging: StagingOffer) -> int:
+        """In how many parcels a WRITE would go; raises MappingError as `open`."""
+        return len(self._parcels(segments, peer_staging))
+
+    def open(
+        self,
+        command: PostWrite,
+        agent: AgentName,
+        peer_staging: StagingOffer,
+        segments: list[PackedSide],
+    ) -> None:
+        """Start a packed WRITE.
+
+        Raises:
+            MappingError: a piece is larger than a slot.
+        """
+        parcel_bytes = self._parcel_bytes(peer_staging)
+        parts = self._parcels(segments, peer_staging)
+        stream = _Stream(
+            command,
+            agent,
+            peer_staging,
+            self._own_staging.copier.load(segments),
+            parts,
+            tuple(segment.piece_bytes for segment in segments),
+            parcel_bytes,
+        )
+        self._streams[StreamId(command.operation_id)] = stream
+        actions = self._core.open(
+            StreamId(command.operation_id),
+            command.peer,
+            len(parts),
+            peer_staging.num_slots,
+            self._clock(),
+        )
+        self._do(actions)
+
+    def on_message(self, message: GrantSlots | RefuseStream) -> None:
+        """A receiver's answer."""
+        peer, stream = message.sender.peer(), StreamId(message.stream)
+        if isinstance(message, GrantSlots):
+            slots = [RingSlot(slot) for slot in message.slots]
+            actions = self._core.on_granted(
+                peer, stream, message.first_parcel, slots, self._clock()
+            )
+            self._do(actions)
+        else:
+            self._do(self._core.on_refused(peer, stream, message.reason))
+
+    def abandon(self, operation_id: OperationId) -> None:
+        """Start nothing more for it; unknown ones are fine."""
+        self._do(self._core.abandon(StreamId(operation_id), "abandoned"))
+
+    def lose(self, peer: PeerRank, reason: str) -> None:
+        """A peer's life is over."""
+        self._do(self._core.on_peer_lost(peer, reason))
+
+    def poll(self) -> list[StreamResult]:
+        """Look at what is under way; returns what has ended."""
+        for name, stream in list(self._streams.items()):
+            for number, ticket in list(stream.gathers.items()):
+                if self._own_staging.copier.done(ticket):
+                    del stream.gathers[number]
+                    self._do(self._core.on_gathered(name, number))
+            for number, handle in list(stream.writes.items()):
+                self._poll_write(name, stream, number, handle)
+        deadline = self._core.next_deadline()
+        if deadline is not None and deadline <= self._clock():
+            self._do(self._core.on_time(self._clock()))
+        results, self._results = self._results, []
+        return results
+
+    @property
+    def _own_staging(self) -> Staging:
+        assert self._staging is not None, "a stream without staging memory"
+        return self._staging
+
+    def _parcel_bytes(self, peer_staging: StagingOffer) -> int:
+        return min(self._own_staging.slot_bytes, peer_staging.slot_bytes)
+
+    def _parcels(
+        self, segments: list[PackedSide], peer_staging: StagingOffer
+    ) -> tuple[ParcelRange, ...]:
+        sizes = [(segment.num_pieces, segment.piece_bytes) for segment in segments]
+        return parcels(sizes, self._parcel_bytes(peer_staging))
+
+    def _poll_write(
+        self, name: StreamId, stream: _Stream, number: int, handle: TransferHandle
+    ) -> None:
+        status = self._transport.poll(handle)
+        if status.state is TransferState.IN_FLIGHT:
+            return
+        del stream.writes[number]
+        self._transport.release(handle)
+        if status.state is TransferState.DONE:
+            self._do(self._core.on_written(name, number))
+        else:
+            self._do(self._core.on_write_failed(name, number, status.reason, status.peer_lost))
+
+    def _do(self, actions: list[SenderAction]) -> None:
+        for action in actions:
+            match action:
+                case SendOpen(peer, stream):
+                    self._send_open(peer, stream)
+                case Gather(stream, number, slot):
+                    self._gather(self._streams[stream], number, slot)
+                case Write(stream, number, slot, peer_slot):
+                    self._write(stream, number, slot, peer_slot)
+                case SendClose(peer, stream, slots):
+                    self._send(peer, encode(CloseStream(self._sender, stream, list(slots))))
+                case StreamEnded():
+                    self._end(action)
+
+    def _send_open(self, peer: PeerRank, name: StreamId) -> None:
+        stream = self._streams[name]
+        message = OpenStream(
+            self._sender,
+            name,
+            stream.command.notice,
+            stream.parcel_bytes,
+            len(stream.parcels),
+        )
+        # If it gets lost, the sender's patience runs out and the direct path is taken.
+        self._send(peer, encode(message))
+
+    def _gather(self, stream: _Stream, number: int, slot: int) -> None:
+        staging = self._own_staging
+        ticket = staging.copier.gather(
+            stream.tables, stream.parcels[number], staging.address_of(slot)
+        )
+        stream.gathers[number] = ticket
+
+    def _write(self, name: StreamId, number: int, slot: int, peer_slot: int) -> None:
+        stream = self._streams[name]
+        size, theirs = stream.size_of(number), stream.peer_staging
+        staging = self._own_staging
+        local = [[staging.address_of(slot), size, staging.region.device_id]]
+        remote = [[theirs.address + peer_slot * theirs.slot_bytes, size, theirs.device_id]]
+        notice = Parcel(self._sender, name, number, peer_slot)
+        began = self._clock()
+        try:
+            stream.writes[number] = self._transport.post(
+                Operation.WRITE,
+                stream.agent,
+                local=Descriptors(np.array(local, np.int64), staging.region.memory),
+                remote=Descriptors(np.array(remote, np.int64), theirs.memory),
+                notice=encode(notice),
+            )
+        except (PostFailed, PeerLost) as error:
+            lost = isinstance(error, PeerLost)
+            self._do(self._core.on_write_failed(name, number, str(error), lost))
+        stream.post_s += self._clock() - began
+
+    def _end(self, ended: StreamEnded) -> None:
+        stream = self._streams.pop(ended.stream)
+        self._results.append(
+            StreamResult(
+                stream.command,
+                ended.reason,
+                ended.peer_lost,
+                stream.post_s,
+                len(stream.parcels),
+                stream.num_bytes,
+            )
+        )

@@ -1,0 +1,91 @@
+"""Direct or packed: which of the two should be faster for one WRITE to one peer.
+
+Decides by a model with four costs, each measured anew with every transfer. Refuses to know how
+either path works. Pure: times come in as values.
+
+    direct = pieces * post + bytes * wire
+    packed = open + parcels * turn + bytes * (wire + copy)
+
+On UCX a piece costs 2 to 7 us inside the post call, however small it is, so scattered blocks cost
+up to eighty times the wire's time (design, section 2).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from kvcourier.config import PathPolicy, TransferPath
+from kvcourier.layout.geometry import MemoryKind
+
+_WEIGHT = 0.25
+"""Of a new measurement; the rest is what was known before."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathCosts:
+    """What moving costs, in seconds.
+
+    Attributes:
+        post_s: posting one piece.
+        wire_s: one byte on its way.
+        copy_s: gathering and scattering one byte.
+        open_s: opening a stream until its first slot is granted.
+        turn_s: handing one parcel over.
+    """
+
+    post_s: float
+    wire_s: float
+    copy_s: float
+    open_s: float
+    turn_s: float
+
+    def estimate(self, pieces: int, parcels: int, num_bytes: int) -> dict[TransferPath, float]:
+        """Seconds by each path."""
+        wire = num_bytes * self.wire_s
+        return {
+            TransferPath.DIRECT: pieces * self.post_s + wire,
+            TransferPath.PACKED: self.open_s
+            + parcels * self.turn_s
+            + num_bytes * self.copy_s
+            + wire,
+        }
+
+
+# Where a peer has not been measured yet: two H200 on NVLink, and two cores with shared memory.
+FIRST_GUESS: Mapping[MemoryKind, PathCosts] = {
+    MemoryKind.VRAM: PathCosts(4e-6, 1 / 3.4e11, 2 / 3e12, 3e-4, 2e-4),
+    MemoryKind.DRAM: PathCosts(7e-6, 1 / 2.5e9, 2 / 4e9, 3e-3, 1e-3),
+}
+
+
+class PathChooser:
+    """What is known of one peer rank, and the choice that follows from it."""
+
+    def __init__(self, policy: PathPolicy, memory: MemoryKind) -> None:
+        self._policy = policy
+        self.costs = FIRST_GUESS[memory]
+
+    def choose(
+        self, pieces: int, parcels: int, num_bytes: int
+    ) -> tuple[TransferPath, dict[TransferPath, float]]:
+        """The path, and what both are expected to take in seconds."""
+        estimates = self.costs.estimate(pieces, parcels, num_bytes)
+        if self._policy is PathPolicy.AUTO:
+            return min(estimates, key=lambda path: estimates[path]), estimates
+        return TransferPath(self._policy.value), estimates
+
+    def learn_direct(self, pieces: int, num_bytes: int, post_s: float, total_s: float) -> None:
+        """A direct transfer took so long, of which posting took `post_s`."""
+        self._learn("post_s", post_s / pieces)
+        # What few pieces take is latency, which says nothing of the wire.
+        if num_bytes > 1 << 20:
+            self._learn("wire_s", max(0.0, total_s - post_s) / num_bytes)
+
+    def learn_packed(self, parcels: int, num_bytes: int, total_s: float) -> None:
+        """A packed transfer took so long."""
+        costs = self.costs
+        moved_s = costs.open_s + num_bytes * (costs.copy_s + costs.wire_s)
+        self._learn("turn_s", max(0.0, total_s - moved_s) / parcels)
+
+    def _learn(self, name: str, value: float) -> None:
+        known: float = getattr(self.costs, name)
+        self.costs = replace(self.costs, **{name: known + _WEIGHT * (value - known)})
