@@ -20,6 +20,8 @@ VLLM = "0.32.0"
 TORCH = "2.13.0"
 NIXL = "1.5.1"
 LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
+# For the tests of tests/vllm/inside; their releases are the ones of our own environment.
+TESTING = ("hypothesis", "pytest", "pytest-timeout")
 # A reader that never spins depends on every wake-up arriving, and one lost costs five seconds a
 # token; one that spins for a second, as by default, starves a machine of two cores.
 SPIN_S = 0.02
@@ -40,7 +42,9 @@ def main(target: Path) -> None:
     text = spin.read_text()
     assert "busy_loop_s: float = 1," in text, f"{spin} is not as expected"
     spin.write_text(text.replace("busy_loop_s: float = 1,", f"busy_loop_s: float = {SPIN_S},"))
-    pip(target, "--no-deps", "--editable", str(Path(__file__).parents[2]))
+    root = Path(__file__).parents[2]
+    pip(target, "--no-deps", "--editable", str(root))
+    pip(target, "--constraint", str(root / "constraints.txt"), *TESTING)
 
 
 def requirements(wheel: Path) -> list[str]:

@@ -226,3 +226,46 @@ def test_a_transfer_id_in_use_is_held_under_its_own_id(side, rank) -> None:
         side.on_new_request(Request(request_id, {"do_remote_decode": True, "transfer_id": "t1"}))
         begun = rank.next()
         assert (begun.key.transfer_id if begun.key else None) == expected
+
+
+def test_a_transfer_id_is_in_use_until_its_blocks_are_back(side, rank) -> None:
+    """The couriers know it until then: a second one would end them."""
+    keys = []
+    for request_id in ("r1", "r2", "r3"):
+        request = Request(request_id, {"do_remote_decode": True, "transfer_id": "t1"})
+        side.on_new_request(request)
+        begun = rank.next()
+        keys.append(begun.key.transfer_id if begun.key else None)
+        finish(side, request, "FINISHED_LENGTH_CAPPED", [1, 2, 3])
+        rank.next()
+        if request_id == "r2":
+            side.on_results(None, {"r1"})
+    assert keys == ["t1", None, "t1"]
+
+
+PULL = PUSH | {
+    "remote_request_id": "r1",
+    "remote_block_ids": [[4, 2, 7]],
+    "remote_num_tokens": 40,
+    "remote_hold_id": "life:1",
+    "remote_incarnation": "life",
+    "part": 3,
+}
+
+
+@pytest.mark.parametrize("params", [PUSH, PUSH | {"remote_request_id": "r1"}, PULL], ids=str)
+@pytest.mark.parametrize(
+    "junk",
+    [10**30, "\ud800", {1}, "x" * (17 << 20)],
+    ids=["beyond 64 bits", "surrogate", "set", "too long"],
+)
+def test_a_courier_hears_what_was_understood_and_nothing_else(side, rank, params, junk) -> None:
+    side.on_new_request(Request("d1", params | {"note": junk}))
+    assert rank.next() == WantBegun("d1", parse_params(params, Limits()))
+
+
+def test_more_block_ids_than_fit_in_a_message_mean_a_local_prefill(side, rank) -> None:
+    request = Request("d1", PULL | {"remote_block_ids": [[2**31 - 1] * (1 << 17)] * 64})
+    side.on_new_request(request)
+    assert side.num_external_tokens(request, 0) == 0
+    assert rank.silent()

@@ -1,0 +1,60 @@
+"""What vLLM asks of the class itself, and of its worker side, with vLLM's own types."""
+
+from functools import partial
+
+import prometheus_client
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from kvcourier.vllm_connector import CourierConnector
+from kvcourier.vllm_connector.stats import COUNTS, SAMPLES
+
+from .engine_rig import BLOCK, HEAD_DIM, KV_HEADS, LAYERS, NUM_BLOCKS
+
+
+@pytest.fixture
+def instance(make):
+    return make("p", "kv_both")
+
+
+def test_vllm_finds_the_class_by_its_module(instance) -> None:
+    config = instance.core.vllm_config.kv_transfer_config
+    assert KVConnectorFactory.get_connector_class(config) is CourierConnector
+    assert type(instance.scheduler.connector) is CourierConnector
+    assert type(instance.worker.connector) is CourierConnector
+
+
+def test_caches_as_the_cpu_backend_shapes_them(instance) -> None:
+    facts = instance.worker.connector.get_handshake_metadata().facts
+    assert {tensor.shape for tensor in instance.worker.caches.values()} == {
+        (NUM_BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_DIM)
+    }
+    assert facts.num_layers == LAYERS
+    assert facts.num_kv_heads == KV_HEADS
+    assert facts.cache_format == f"CPU_ATTN/float32/blocks of {BLOCK}"
+
+
+@pytest.mark.parametrize("setting", ["auto", "bfloat16"])
+def test_auto_is_the_element_type_that_the_cache_has(make, setting) -> None:
+    instance = make("p", "kv_both", dtype="bfloat16", kv_cache_dtype=setting, exact=False)
+    facts = instance.worker.connector.get_handshake_metadata().facts
+    assert facts.cache_format == f"CPU_ATTN/bfloat16/blocks of {BLOCK}"
+
+
+def test_metrics_with_the_classes_of_prometheus(instance) -> None:
+    classes = (prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram)
+    registry = prometheus_client.CollectorRegistry()
+    metrics = CourierConnector.build_prom_metrics(
+        instance.core.vllm_config,
+        {each: partial(each, registry=registry) for each in classes},
+        ["model_name", "engine"],
+        {0: ["tiny", "0"]},
+    )
+    data = {key: [0.25, 0.5] for key in SAMPLES} | dict.fromkeys(COUNTS, 3)
+    metrics.observe(CourierConnector.build_kv_connector_stats(data).data)
+    labels = {"model_name": "tiny", "engine": "0"}
+    for name, *_ in SAMPLES.values():
+        assert registry.get_sample_value(f"{name}_sum", labels) == 0.75
+        assert registry.get_sample_value(f"{name}_count", labels) == 2
+    for name, _ in COUNTS.values():
+        assert registry.get_sample_value(f"{name}_total", labels) == 3
