@@ -5,23 +5,26 @@ For tests that drive transfers by the engine's calls and look at the bytes.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kv_content import touched_blocks, write_prompt, wrong_cells
 from kvcourier.config import EndpointConfig, Limits, Timing, TransferMode
 from kvcourier.core.params import Intent, parse_params
-from kvcourier.ids import EngineId, RequestId
-from kvcourier.layout import TokenSpan, instance_geometries
+from kvcourier.ids import EngineId, Rank, RequestId
+from kvcourier.layout import RankCache, TokenSpan, instance_geometries
 from kvcourier.runtime.endpoint import KvEndpoint
 from kvcourier.runtime.rank import TransportFactory
 from kvcourier.runtime.reports import Outcome, Report
-from layout_builders import PlacementStyle, make_instance, model_cache
+from layout_builders import Buffer, PlacementStyle, make_instance, model_cache
 
 WAIT_S = 20.0
 
 
 class Rig:
-    """One instance whose engine is the test."""
+    """One instance whose engine is the test.
+
+    `rank_caches` are caches of several groups, with which the test calls the endpoint itself.
+    """
 
     def __init__(
         self,
@@ -35,11 +38,15 @@ class Rig:
         modes: frozenset[TransferMode] = frozenset(TransferMode),
         model_name: str = "test-model",
         port: int = 0,
+        rank_caches: Mapping[Rank, tuple[RankCache, list[Buffer]]] | None = None,
         **model: object,
     ) -> None:
         self.caches = make_instance(
             instance_geometries(model_cache(**model), tp_size, pp_size), style
         )
+        self.rank_caches = rank_caches or {
+            rank: (RankCache((cache,)), buffers) for rank, (cache, buffers) in self.caches.items()
+        }
         self.endpoint = KvEndpoint(
             EndpointConfig(
                 EngineId(engine_id),
@@ -49,7 +56,7 @@ class Rig:
                 side_channel_port=port,
                 timing=timing or Timing(),
             ),
-            [cache for cache, _ in self.caches.values()],
+            [cache for cache, _ in self.rank_caches.values()],
             transport_factory,
         )
         self._news = threading.Condition()

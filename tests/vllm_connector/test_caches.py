@@ -8,7 +8,7 @@ import torch
 from kvcourier.config import Limits
 from kvcourier.errors import ConfigError
 from kvcourier.ids import Rank
-from kvcourier.layout import CacheKind, CacheLayout, MemoryKind, validate_cache
+from kvcourier.layout import CacheKind, CacheLayout, MemoryKind, RankCache, validate_cache
 from kvcourier.vllm_connector.caches import all_ranks, layer_number, read_cache
 
 BLOCKS, HEADS, TOKENS, LANES = 5, 2, 16, 8
@@ -48,7 +48,8 @@ def tensors(layout: str, num_layers: int = 3) -> dict[str, torch.Tensor]:
 
 def read(caches: dict[str, torch.Tensor], groups: list[Group] = GROUPS, **changes: int):
     shape = {"total_kv_heads": HEADS, "tp_rank": 0, "tp_size": 1} | changes
-    return read_cache(caches, groups, **shape)
+    (only,) = read_cache(caches, groups, **shape).groups
+    return only
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -56,7 +57,7 @@ def test_placement_points_at_each_block(layout: str) -> None:
     caches = tensors(layout)
     cache = read(caches)
     geometry, placement = cache.geometry, cache.placement
-    validate_cache(cache, Limits())
+    validate_cache(RankCache((cache,)), Limits())
     assert geometry.cache_layout is CacheLayout(layout)
     assert geometry.kind is CacheKind.PACKED_KEY_VALUE
     assert geometry.layers == (0, 1, 2)
@@ -82,13 +83,13 @@ def test_a_latent_cache_has_one_head_on_every_rank() -> None:
     assert (cache.geometry.num_kv_heads, cache.geometry.num_heads) == (1, 1)
     assert cache.geometry.dtype == "bfloat16"
     assert cache.rank == Rank(0, 1)
-    assert {g.head_stop for g in all_ranks(cache.geometry, 4).values()} == {1}
+    assert {g.head_stop for (g,) in all_ranks((cache.geometry,), 4).values()} == {1}
 
 
 def test_ranks_share_the_heads() -> None:
     cache = read(tensors("HND"), total_kv_heads=8, tp_rank=3, tp_size=4)
     assert (cache.geometry.head_start, cache.geometry.head_stop) == (6, 8)
-    spans = [(g.head_start, g.head_stop) for g in all_ranks(cache.geometry, 4).values()]
+    spans = [(g.head_start, g.head_stop) for (g,) in all_ranks((cache.geometry,), 4).values()]
     assert spans == [(0, 2), (2, 4), (4, 6), (6, 8)]
 
 

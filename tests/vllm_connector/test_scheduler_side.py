@@ -20,11 +20,11 @@ from kvcourier.core.events import (
 from kvcourier.core.handshake import facts_of, rank_offer
 from kvcourier.core.params import PullIntent, parse_params
 from kvcourier.ids import AgentName, EngineId, Incarnation, Rank
-from kvcourier.layout import TokenSpan, instance_geometries
+from kvcourier.layout import RankCache, TokenSpan, instance_geometries
 from kvcourier.runtime.engine_link import decode_call, new_token
 from kvcourier.vllm_connector.scheduler_side import SchedulerSide
 from kvcourier.vllm_connector.settings import ConnectorSettings
-from layout_builders import make_instance, model_cache
+from layout_builders import make_instance, model_cache, one_group
 
 BLOCK = 16
 LIMIT_MS = 10_000
@@ -84,8 +84,8 @@ def make_side(rank: Rank0, **changes: Any) -> SchedulerSide:
     geometries = instance_geometries(model_cache(), 1)
     cache, _ = make_instance(geometries)[Rank(0, 0)]
     offer = SimpleNamespace(
-        offer=rank_offer(cache, AgentName("a"), b"metadata", rank.port),
-        facts=facts_of("m", geometries),
+        offer=rank_offer(RankCache((cache,)), AgentName("a"), b"metadata", rank.port),
+        facts=facts_of("m", one_group(geometries)),
         host="127.0.0.1",
         port=rank.port,
         token=rank.token,

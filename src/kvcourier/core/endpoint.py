@@ -54,7 +54,7 @@ from kvcourier.core.wanter import Wanter
 from kvcourier.core.workspace import Counted, TimerKind, Workspace
 from kvcourier.errors import MappingError
 from kvcourier.ids import InstanceAddress, PeerRank, Rank, RequestId
-from kvcourier.layout.geometry import CacheGeometry
+from kvcourier.layout.geometry import GroupGeometries
 
 _MAX_OPEN_BEATS = 4096
 
@@ -65,7 +65,7 @@ class Endpoint:
     Args:
         me: this rank of this life of this instance.
         address: where our instance's handshake server listens, told to peers.
-        geometries: cache shape of every rank of our instance.
+        geometries: cache groups of every rank of our instance.
         timing: every duration of the protocol.
         limits: bounds on what peers may send and make us keep.
     """
@@ -74,7 +74,7 @@ class Endpoint:
         self,
         me: PeerRank,
         address: InstanceAddress,
-        geometries: Mapping[Rank, CacheGeometry],
+        geometries: Mapping[Rank, GroupGeometries],
         timing: Timing,
         limits: Limits,
     ) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvcourier.errors import MappingError
 from kvcourier.layout.blocks import BlockRun, UnitPlaces, locate, require_distinct, units_of
-from kvcourier.layout.geometry import Int64Array, MemoryKind, RankCache, TokenSpan
+from kvcourier.layout.geometry import GroupCache, Int64Array, MemoryKind, TokenSpan
 from kvcourier.layout.plan import MappingPlan
 
 
@@ -45,8 +45,8 @@ class BoundPieces:
 
 def bind(
     plan: MappingPlan,
-    source: RankCache,
-    target: RankCache,
+    source: GroupCache,
+    target: GroupCache,
     source_blocks: BlockRun,
     target_blocks: BlockRun,
     span: TokenSpan,
@@ -117,7 +117,7 @@ class _Planes(NamedTuple):
     device_id: int
 
 
-def _planes(side: str, cache: RankCache, rows: Int64Array) -> _Planes:
+def _planes(side: str, cache: GroupCache, rows: Int64Array) -> _Planes:
     placement = cache.placement
     region = placement.region[rows].ravel()
     used = [cache.regions[index] for index in set(region.tolist())]

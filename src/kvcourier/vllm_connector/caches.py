@@ -18,6 +18,8 @@ from kvcourier.layout import (
     CacheKind,
     CacheLayout,
     CachePlacement,
+    GroupCache,
+    GroupGeometries,
     MemoryKind,
     RankCache,
     Region,
@@ -81,16 +83,18 @@ def read_cache(
         cache_layout=layout,
     )
     placement, regions = _place([kv_caches[name] for _, name in named])
-    return RankCache(Rank(0, tp_rank), geometry, placement, regions)
+    return RankCache((GroupCache(Rank(0, tp_rank), geometry, placement, regions),))
 
 
-def all_ranks(geometry: CacheGeometry, tp_size: int) -> dict[Rank, CacheGeometry]:
-    """Every rank's geometry, from one rank's: they differ in their heads only."""
+def all_ranks(groups: GroupGeometries, tp_size: int) -> dict[Rank, GroupGeometries]:
+    """Every rank's geometries, from one rank's: they differ in their heads only."""
+    (geometry,) = groups
     latent = geometry.kind is CacheKind.LATENT
-    ranks = {}
+    ranks: dict[Rank, GroupGeometries] = {}
     for tp_rank in range(tp_size):
         heads = range(1) if latent else split_heads(geometry.num_kv_heads, tp_size, tp_rank)
-        ranks[Rank(0, tp_rank)] = replace(geometry, head_start=heads.start, head_stop=heads.stop)
+        whole = replace(geometry, head_start=heads.start, head_stop=heads.stop)
+        ranks[Rank(0, tp_rank)] = (whole,)
     return ranks
 
 

@@ -152,9 +152,9 @@ class CourierConnector(KVConnectorBase_V1):
         if cache.regions[0].memory is MemoryKind.DRAM:
             # The CPU backend orders K and V inside a block by its own rules, so that only whole
             # blocks of one size mean the same on both sides.
-            cache_format += f"/blocks of {cache.geometry.block_size}"
+            cache_format += f"/blocks of {cache.geometries[0].block_size}"
         self._worker = WorkerSide(self._settings, cache, cache_format)
-        _log.info("registered %s", cache.geometry)
+        _log.info("registered %s", cache.geometries[0])
 
     def get_handshake_metadata(self) -> WorkerOffer | None:
         """What the scheduler tells peers of this rank."""

@@ -51,7 +51,7 @@ class WorkerSide:
         self._stats = StatsRecorder()
         token = new_token()
         config = replace(settings.endpoint, cache_format=cache_format)
-        geometries = all_ranks(cache.geometry, settings.tp_size)
+        geometries = all_ranks(cache.geometries, settings.tp_size)
         self._courier: Courier
         self._courier, offer = open_rank(
             config,
