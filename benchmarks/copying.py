@@ -26,11 +26,11 @@ from kvcourier.layout import (
     CacheKind,
     CacheLayout,
     CachePlacement,
+    GroupCache,
     MemoryKind,
     ModelCache,
     PackedSide,
     Parcel,
-    RankCache,
     Region,
     TokenSpan,
     pack_source,
@@ -143,7 +143,7 @@ def _geometry(options: argparse.Namespace, shape: Shape) -> CacheGeometry:
 def _side(options: argparse.Namespace, shape: Shape, region: Region) -> PackedSide:
     source = _geometry(options, shape)
     target = replace(source, head_stop=shape.num_heads)
-    (only,) = route({RANK: source}, {RANK: target})
+    (only,) = route({RANK: (source,)}, {RANK: (target,)})
     rows, planes = np.indices((options.layers, 2), dtype=np.int64)
     plane_bytes = source.num_blocks * source.block_bytes
     placement = CachePlacement(
@@ -154,7 +154,7 @@ def _side(options: argparse.Namespace, shape: Shape, region: Region) -> PackedSi
     blocks = np.random.default_rng(options.seed).permutation(source.num_blocks).astype(np.int64)
     return pack_source(
         plan_mapping(source, target, only),
-        RankCache(RANK, source, placement, (region,)),
+        GroupCache(RANK, source, placement, (region,)),
         BlockRun(blocks, 0),
         TokenSpan(0, TOKENS),
     )

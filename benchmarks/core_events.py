@@ -67,7 +67,7 @@ class Pair:
     """A prefill and a decode endpoint of one rank each, and the wire between them."""
 
     def __init__(self, geometry: CacheGeometry) -> None:
-        self._geometries = {RANK: geometry}
+        self._geometries = {RANK: (geometry,)}
         self.addresses = {
             side: InstanceAddress(EngineId(f"engine-{side}"), "127.0.0.1", 5600 + number)
             for number, side in enumerate((P, D))

@@ -25,9 +25,9 @@ from kvcourier.layout import (
     CacheKind,
     CacheLayout,
     CachePlacement,
+    GroupCache,
     MemoryKind,
     ModelCache,
-    RankCache,
     Region,
     TokenSpan,
     bind,
@@ -88,7 +88,7 @@ def _variants(options: argparse.Namespace, *, scattered: bool) -> tuple[Variant,
     tokens = options.blocks * options.source_block_size
     source = _geometry(options, options.source_block_size, options.source_layout, tokens)
     target = _geometry(options, options.target_block_size, options.target_layout, tokens)
-    (only_route,) = route({RANK: source}, {RANK: target})
+    (only_route,) = route({RANK: (source,)}, {RANK: (target,)})
     source_cache, target_cache = _cache(source, 1 << 40), _cache(target, 1 << 44)
     random = np.random.default_rng(options.seed)
 
@@ -121,12 +121,12 @@ def _geometry(
     return shard_geometry(model, 1, 0, range(options.layers))
 
 
-def _cache(geometry: CacheGeometry, address: int) -> RankCache:
+def _cache(geometry: CacheGeometry, address: int) -> GroupCache:
     """K and V as [2, blocks], a region per layer; addresses are numbers, nothing is allocated."""
     rows, planes = np.indices((len(geometry.layers), 2), dtype=np.int64)
     plane_bytes = geometry.num_blocks * geometry.block_bytes
     size = 2 * plane_bytes
-    return RankCache(
+    return GroupCache(
         RANK,
         geometry,
         CachePlacement(rows, planes * plane_bytes, np.full_like(rows, geometry.block_bytes)),

@@ -5,7 +5,7 @@ For tests that drive transfers by the engine's calls and look at the bytes.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kv_content import touched_blocks, write_prompt, wrong_cells
 from kvcourier.config import (
@@ -18,19 +18,22 @@ from kvcourier.config import (
     TransferMode,
 )
 from kvcourier.core.params import Intent, parse_params
-from kvcourier.ids import EngineId, RequestId
-from kvcourier.layout import TokenSpan, instance_geometries
+from kvcourier.ids import EngineId, Rank, RequestId
+from kvcourier.layout import RankCache, TokenSpan, instance_geometries
 from kvcourier.runtime.endpoint import KvEndpoint
 from kvcourier.runtime.rank import TransportFactory
 from kvcourier.runtime.reports import Outcome, Report
-from layout_builders import PlacementStyle, make_instance, model_cache
+from layout_builders import Buffer, PlacementStyle, make_instance, model_cache
 
 WAIT_S = 20.0
 DIRECT = StagingConfig(path=PathPolicy.DIRECT)
 
 
 class Rig:
-    """One instance whose engine is the test."""
+    """One instance whose engine is the test.
+
+    `rank_caches` are caches of several groups, with which the test calls the endpoint itself.
+    """
 
     def __init__(
         self,
@@ -45,11 +48,15 @@ class Rig:
         model_name: str = "test-model",
         port: int = 0,
         staging: StagingConfig = DIRECT,
+        rank_caches: Mapping[Rank, tuple[RankCache, list[Buffer]]] | None = None,
         **model: object,
     ) -> None:
         self.caches = make_instance(
             instance_geometries(model_cache(**model), tp_size, pp_size), style
         )
+        self.rank_caches = rank_caches or {
+            rank: (RankCache((cache,)), buffers) for rank, (cache, buffers) in self.caches.items()
+        }
         self.endpoint = KvEndpoint(
             EndpointConfig(
                 EngineId(engine_id),
@@ -60,7 +67,7 @@ class Rig:
                 timing=timing or Timing(),
                 courier=CourierConfig(staging=staging),
             ),
-            [cache for cache, _ in self.caches.values()],
+            [cache for cache, _ in self.rank_caches.values()],
             transport_factory,
         )
         self._news = threading.Condition()

@@ -9,10 +9,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from kvcourier.ids import Rank
-from kvcourier.layout import RankCache, TokenSpan
+from kvcourier.layout import GroupCache, RankCache, TokenSpan
 from layout_builders import CANARY, Buffer, plane_cells
 
-Instance = Mapping[Rank, tuple[RankCache, list[Buffer]]]
+Instance = Mapping[Rank, tuple[GroupCache, list[Buffer]]]
+
+
+def group_of(
+    instance: Mapping[Rank, tuple[RankCache, list[Buffer]]], group: int
+) -> dict[Rank, tuple[GroupCache, list[Buffer]]]:
+    """One cache group of every rank."""
+    return {rank: (cache.groups[group], buffers) for rank, (cache, buffers) in instance.items()}
 
 
 def write_prompt(
@@ -59,13 +66,13 @@ def _planes(cache, buffers):
 
 
 def _place(
-    cache: RankCache, block_ids: Sequence[int], position: int, first_token: int
+    cache: GroupCache, block_ids: Sequence[int], position: int, first_token: int
 ) -> tuple[int, int]:
     block_size = cache.geometry.block_size
     return block_ids[(position - first_token) // block_size], position % block_size
 
 
-def _cells(prompt: str, cache: RankCache, row: int, plane: int, position: int):
+def _cells(prompt: str, cache: GroupCache, row: int, plane: int, position: int):
     geometry = cache.geometry
     heads = np.arange(geometry.head_start, geometry.head_stop)
     seed = zlib.crc32(f"{prompt}/{geometry.layers[row]}/{plane}/{position}".encode())

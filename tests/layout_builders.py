@@ -1,7 +1,8 @@
 """KV caches in real memory, and a copier too dumb to be wrong, for tests of anything above them.
 
-`make_cache` lays a rank's planes out in one of the ways engines do; `plane_cells` shows a plane
-by logical index, whatever its layout; `copy_pieces` runs descriptors, checking every address.
+`make_cache` lays a group's planes out in one of the ways engines do, `make_rank` several groups
+over the same memory; `plane_cells` shows a plane by logical index, whatever its layout;
+`copy_pieces` runs descriptors, checking every address.
 """
 
 import dataclasses
@@ -18,6 +19,8 @@ from kvcourier.layout import (
     CacheKind,
     CacheLayout,
     CachePlacement,
+    GroupCache,
+    GroupGeometries,
     MemoryKind,
     ModelCache,
     RankCache,
@@ -64,33 +67,53 @@ def make_cache(
     geometry: CacheGeometry,
     style: PlacementStyle = PlacementStyle.SEPARATE,
     rank: Rank = Rank(0, 0),  # noqa: B008
-) -> tuple[RankCache, list[Buffer]]:
-    """Allocate a rank's cache, all CANARY; buffer i is the memory of region i.
+) -> tuple[GroupCache, list[Buffer]]:
+    """Allocate the cache of a rank with one group, all CANARY; buffer i is the memory of region i.
 
     The buffers must be kept for as long as anything copies to their addresses.
     """
-    region, offset, stride = _placement(geometry, style)
-    num_buffers = int(region.max()) + 1
-    buffers = []
-    for index in range(num_buffers):
-        here = region == index
-        stops = (offset + (geometry.num_blocks - 1) * stride + geometry.block_bytes)[here]
-        buffers.append(np.full(int(stops.max()) + GUARD_BYTES, CANARY, np.uint8))
+    cache, buffers = make_rank((geometry,), style, rank)
+    return cache.groups[0], buffers
+
+
+def make_rank(
+    geometries: GroupGeometries,
+    style: PlacementStyle = PlacementStyle.SEPARATE,
+    rank: Rank = Rank(0, 0),  # noqa: B008
+) -> tuple[RankCache, list[Buffer]]:
+    """Allocate a rank's cache. All groups lie over the same bytes, as in vLLM: give them blocks of
+    one size, and each block id to one of them."""
+    placements = [_placement(geometry, style) for geometry in geometries]
+    sizes: dict[int, int] = {}
+    for geometry, (region, offset, stride) in zip(geometries, placements, strict=True):
+        stops = offset + (geometry.num_blocks - 1) * stride + geometry.block_bytes
+        for index, stop in zip(region.ravel().tolist(), stops.ravel().tolist(), strict=True):
+            sizes[index] = max(sizes.get(index, 0), stop + GUARD_BYTES)
+    buffers = [np.full(sizes[index], CANARY, np.uint8) for index in range(len(sizes))]
     regions = tuple(
         Region(buffer.ctypes.data, buffer.nbytes, MemoryKind.DRAM, 0) for buffer in buffers
     )
-    return RankCache(rank, geometry, CachePlacement(region, offset, stride), regions), buffers
+    groups = tuple(
+        GroupCache(rank, geometry, CachePlacement(*placement), regions)
+        for geometry, placement in zip(geometries, placements, strict=True)
+    )
+    return RankCache(groups), buffers
 
 
 def make_instance(
     geometries: Mapping[Rank, CacheGeometry], style: PlacementStyle = PlacementStyle.SEPARATE
-) -> dict[Rank, tuple[RankCache, list[Buffer]]]:
-    """A cache for every rank of an instance."""
+) -> dict[Rank, tuple[GroupCache, list[Buffer]]]:
+    """A cache for every rank of an instance with one group."""
     return {rank: make_cache(each, style, rank) for rank, each in geometries.items()}
 
 
+def one_group(geometries: Mapping[Rank, CacheGeometry]) -> dict[Rank, GroupGeometries]:
+    """Every rank's groups, where there is one."""
+    return {rank: (geometry,) for rank, geometry in geometries.items()}
+
+
 def plane_cells(
-    cache: RankCache, buffers: Sequence[Buffer], row: int, plane: int
+    cache: GroupCache, buffers: Sequence[Buffer], row: int, plane: int
 ) -> npt.NDArray[np.uint8]:
     """A writable view [block, token, head, cell byte] of one plane of one held layer."""
     geometry, placement = cache.geometry, cache.placement
@@ -107,8 +130,8 @@ def plane_cells(
 
 def copy_pieces(
     pieces: BoundPieces,
-    source: tuple[RankCache, Sequence[Buffer]],
-    target: tuple[RankCache, Sequence[Buffer]],
+    source: tuple[GroupCache, Sequence[Buffer]],
+    target: tuple[GroupCache, Sequence[Buffer]],
 ) -> list[npt.NDArray[np.uint8]]:
     """Move the bytes piece by piece; returns how often each target byte was written."""
     writes = [np.zeros(buffer.nbytes, np.uint8) for buffer in target[1]]
@@ -125,7 +148,7 @@ def copy_pieces(
     return writes
 
 
-def _find(cache: RankCache, address: int, length: int) -> tuple[int, int]:
+def _find(cache: GroupCache, address: int, length: int) -> tuple[int, int]:
     """Region that a piece lies in as a whole, and the offset in it."""
     for index, region in enumerate(cache.regions):
         start = address - region.address

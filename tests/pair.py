@@ -13,9 +13,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from kv_content import write_prompt, wrong_cells
+from kv_content import group_of, write_prompt, wrong_cells
 from kvcourier.config import Limits, Timing, TransferMode
 from kvcourier.core.commands import (
     Abandon,
@@ -29,6 +27,7 @@ from kvcourier.core.commands import (
 )
 from kvcourier.core.endpoint import Endpoint
 from kvcourier.core.events import (
+    BlockGroups,
     BlocksReserved,
     Event,
     HoldBegun,
@@ -60,11 +59,19 @@ from kvcourier.ids import (
     TransferId,
     TransferKey,
 )
-from kvcourier.layout import BlockRun, TokenSpan, bind, instance_geometries, plan_mapping
-from layout_builders import copy_pieces, make_instance, model_cache
+from kvcourier.layout import (
+    CacheGeometry,
+    GroupGeometries,
+    TokenSpan,
+    bind,
+    block_run,
+    instance_geometries,
+    plan_mapping,
+)
+from layout_builders import copy_pieces, make_rank, model_cache
 
 LIMITS = Limits()
-_PARALLEL = ("tp_size", "pp_size", "layers")
+_PARALLEL = ("tp_size", "pp_size", "layers", "groups")
 TERMINAL = frozenset({Outcome.RECEIVED, Outcome.RECEIVE_FAILED, Outcome.SENT, Outcome.SEND_FAILED})
 
 
@@ -86,7 +93,11 @@ class Item:
 
 @dataclass
 class Side:
-    """One instance: a core per rank, its memory, and what its engine knows."""
+    """One instance: a core per rank, its memory, and what its engine knows.
+
+    `shape` has changes to `model_cache`, parallel sizes, other layers of a rank, and `groups`:
+    (layers, window) of each cache group. With groups, block 0 is nobody's, as in vLLM.
+    """
 
     name: str
     address: InstanceAddress
@@ -111,15 +122,41 @@ class Side:
         )
         for rank, layers in self.shape.get("layers", {}).items():
             geometries[rank] = dataclasses.replace(geometries[rank], layers=layers)
-        self.caches = make_instance(geometries)
-        self.geometries = geometries
+        self.geometries = {rank: self._groups(each) for rank, each in geometries.items()}
+        self.caches = {
+            rank: make_rank(groups, rank=rank) for rank, groups in self.geometries.items()
+        }
         self.incarnation = Incarnation(f"{self.name}-life{self.life}")
         self.endpoints = {
-            rank: Endpoint(self.rank(rank), self.address, geometries, self.timing, LIMITS)
+            rank: Endpoint(self.rank(rank), self.address, self.geometries, self.timing, LIMITS)
             for rank in geometries
         }
         self.reports, self.reasons, self.lent = {}, {}, {}
-        self.free = list(range(next(iter(geometries.values())).num_blocks))
+        self.free = list(self.pool)
+
+    def _groups(self, whole: CacheGeometry) -> GroupGeometries:
+        """A rank's layers in the groups of the shape; all in one without any."""
+        if "groups" not in self.shape:
+            return (whole,)
+        return tuple(
+            dataclasses.replace(
+                whole,
+                layers=tuple(layer for layer in whole.layers if layer in layers),
+                window=window,
+                num_reserved_blocks=1,
+            )
+            for layers, window in self.shape["groups"]
+        )
+
+    @property
+    def groups(self) -> GroupGeometries:
+        """Any rank's; they have the same blocks."""
+        return next(iter(self.geometries.values()))
+
+    @property
+    def pool(self) -> range:
+        """Every block that a request can have."""
+        return range(self.groups[0].num_reserved_blocks, self.groups[0].num_blocks)
 
     def rank(self, rank: Rank) -> PeerRank:
         return PeerRank(self.address.engine_id, self.incarnation, rank)
@@ -129,15 +166,46 @@ class Side:
 
     @property
     def block_size(self) -> int:
-        return next(iter(self.geometries.values())).block_size
+        return self.groups[0].block_size
 
-    def take(self, num_tokens: int) -> list[int] | None:
-        """Blocks for so many tokens, from the end of the free list; None if short."""
-        count = -(-num_tokens // self.block_size)
-        if count > len(self.free):
+    def counts(self, span: TokenSpan) -> list[int]:
+        """Blocks that each group needs for a span."""
+        return [
+            -(-len(span.needed(group.window, self.block_size)) // self.block_size)
+            for group in self.groups
+        ]
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a prompt's blocks are free."""
+        return sum(self.counts(TokenSpan(0, num_tokens))) <= len(self.free)
+
+    def take(self, request_id: str, span: TokenSpan) -> BlockGroups | None:
+        """Lend each group blocks for what it needs of the span, from the end of the free list;
+        None if short."""
+        counts = self.counts(span)
+        if sum(counts) > len(self.free):
             return None
-        taken, self.free = self.free[-count:], self.free[:-count]
-        return taken
+        taken = [[self.free.pop() for _ in range(count)] for count in counts]
+        self.lent[RequestId(request_id)] = [block for blocks in taken for block in blocks]
+        return tuple(map(tuple, taken))
+
+    def write(self, prompt: str, block_ids: BlockGroups, span: TokenSpan) -> None:
+        """Compute a prompt; what has left a group's window is not there any more."""
+        for index, (group, blocks) in enumerate(zip(self.groups, block_ids, strict=True)):
+            kept = span.needed(group.window, self.block_size)
+            write_prompt(group_of(self.caches, index), prompt, blocks, kept, kept.start)
+
+    def wrong(self, rank: Rank, prompt: str, block_ids: BlockGroups, span: TokenSpan) -> list[str]:
+        """Cells of a rank that a later query looks at and that are not the prompt's."""
+        wrong = []
+        for index, (group, blocks) in enumerate(zip(self.groups, block_ids, strict=True)):
+            own = {rank: group_of(self.caches, index)[rank]}
+            first = span.needed(group.window, self.block_size).start
+            # In plain words, as this is the oracle: the token at `stop` looks back over its window.
+            oldest = span.start if group.window is None else span.stop - group.window + 1
+            looked_at = TokenSpan(max(span.start, oldest), span.stop)
+            wrong += wrong_cells(own, prompt, blocks, looked_at, first)
+        return wrong
 
     def outcomes(self, request_id: str) -> set[Outcome]:
         """What every rank has reported of a request, as one set."""
@@ -161,7 +229,7 @@ class Pair:
     ) -> None:
         self.now = 0.0
         self.items: list[Item] = []
-        self.prompts: dict[RequestId, tuple[str, TokenSpan, list[int]]] = {}
+        self.prompts: dict[RequestId, tuple[str, TokenSpan, BlockGroups]] = {}
         """Per D request: the prompt it must get, where, in which blocks."""
         self._names = itertools.count(1)
         timing = timing or Timing()
@@ -170,6 +238,7 @@ class Pair:
         self.sides = {"p": self.prefill, "d": self.decode}
         self._lost: dict[Incarnation, InstanceAddress] = {}
         self._hold_ids: dict[str, HoldId] = {}
+        self._num_held: dict[str, int] = {}
         for side in self.sides.values():
             side.start()
 
@@ -182,16 +251,19 @@ class Pair:
         self._hold_ids[request_id] = hold_id
         self.engine(self.prefill, HoldBegun(RequestId(request_id), hold_id, key))
 
-    def finish(self, request_id: str, prompt: str, num_tokens: int) -> list[int]:
+    def finish(self, request_id: str, prompt: str, num_tokens: int) -> BlockGroups:
         """P computes the prompt and hands its blocks over; returns them."""
-        blocks = self.prefill.take(num_tokens)
+        span = TokenSpan(0, num_tokens)
+        blocks = self.prefill.take(request_id, span)
         assert blocks is not None
-        write_prompt(self.prefill.caches, prompt, blocks, TokenSpan(0, num_tokens))
-        self.prefill.lent[RequestId(request_id)] = blocks
-        self.engine(
-            self.prefill, PrefillFinished(RequestId(request_id), (tuple(blocks),), num_tokens)
-        )
+        self.prefill.write(prompt, blocks, span)
+        self.note_held(request_id, num_tokens)
+        self.engine(self.prefill, PrefillFinished(RequestId(request_id), blocks, num_tokens))
         return blocks
+
+    def note_held(self, request_id: str, num_tokens: int) -> None:
+        """What P's answer will say of its tokens."""
+        self._num_held[request_id] = num_tokens
 
     def want_push(
         self, request_id: str, transfer_id: str | None, holder_request_id: str | None = None
@@ -204,18 +276,18 @@ class Pair:
         )
         self.engine(self.decode, WantBegun(RequestId(request_id), intent))
 
-    def want_pull(self, request_id: str, holder_request_id: str, blocks: list[int]) -> None:
+    def want_pull(self, request_id: str, holder_request_id: str, blocks: BlockGroups) -> None:
         """D accepts a request that it READs; the params come from P's answer."""
         self.want(request_id, self.pull_intent(holder_request_id, blocks))
 
-    def pull_intent(self, holder_request_id: str, blocks: list[int]) -> PullIntent:
+    def pull_intent(self, holder_request_id: str, blocks: BlockGroups) -> PullIntent:
         """What P's answer for a prompt asks of D."""
         hold_id = self._hold_ids[holder_request_id]
         return PullIntent(
             self.holder(),
             RequestId(holder_request_id),
-            (tuple(blocks),),
-            None,
+            blocks,
+            self._num_held[holder_request_id],
             hold_id,
             Incarnation(hold_id.split(":")[0]),
             None,
@@ -227,13 +299,12 @@ class Pair:
 
     def reserve(self, request_id: str, prompt: str, start: int, stop: int) -> bool:
         """D reserves blocks for what it misses; False if it has too few."""
-        blocks = self.decode.take(stop - start)
+        span = TokenSpan(start, stop)
+        blocks = self.decode.take(request_id, span)
         if blocks is None:
             return False
-        span = TokenSpan(start, stop)
-        self.decode.lent[RequestId(request_id)] = blocks
         self.prompts[RequestId(request_id)] = (prompt, span, blocks)
-        self.engine(self.decode, BlocksReserved(RequestId(request_id), (tuple(blocks),), span))
+        self.engine(self.decode, BlocksReserved(RequestId(request_id), blocks, span))
         return True
 
     def abort(self, side: Side, request_id: str) -> None:
@@ -409,23 +480,28 @@ class Pair:
             self._handle(side, rank, PeerLost(command.address, command.peer.incarnation, "gone"))
             return
         own, peer = side.caches[rank], other.caches[command.peer.rank]
-        writes = isinstance(command, PostWrite)
+        own_ids, peer_ids = command.own_block_ids, command.peer_block_ids
+        writes, route = isinstance(command, PostWrite), command.route
         source, target = (own, peer) if writes else (peer, own)
-        own_first, peer_first = (
-            (0, command.peer_first_token) if writes else (command.own_first_token, 0)
-        )
-        own_run = BlockRun(np.array(command.own_block_ids[0], dtype=np.int64), own_first)
-        peer_run = BlockRun(np.array(command.peer_block_ids[0], dtype=np.int64), peer_first)
-        source_run, target_run = (own_run, peer_run) if writes else (peer_run, own_run)
+        source_ids, target_ids = (own_ids, peer_ids) if writes else (peer_ids, own_ids)
+        held = TokenSpan(0, command.num_held)
+        from_group = (source[0].groups[route.source_group], source[1])
+        to_group = (target[0].groups[route.target_group], target[1])
         try:
-            plan = plan_mapping(source[0].geometry, target[0].geometry, command.route)
-            pieces = bind(plan, source[0], target[0], source_run, target_run, command.span)
+            pieces = bind(
+                plan_mapping(from_group[0].geometry, to_group[0].geometry, route),
+                from_group[0],
+                to_group[0],
+                block_run("source", source[0], route.source_group, source_ids, held),
+                block_run("target", target[0], route.target_group, target_ids, command.span),
+                route.needed(command.span),
+            )
         except MappingError as error:
             self._handle(side, rank, PostRefused(command.operation_id, str(error)))
             return
 
         def land() -> None:
-            copy_pieces(pieces, source, target)
+            copy_pieces(pieces, from_group, to_group)
             if self._side_of(me) is None:
                 return
             self._handle(side, rank, TransferCompleted(command.operation_id))
@@ -436,9 +512,9 @@ class Pair:
             if self._side_of(me) is not None:
                 self._handle(side, rank, TransferFailed(command.operation_id, "it broke"))
 
-        touches = [(side.name, block) for block in command.own_block_ids[0]]
+        touches = [(side.name, block) for group in own_ids for block in group]
         if writes:
-            touches += [(other.name, block) for block in command.peer_block_ids[0]]
+            touches += [(other.name, block) for group in peer_ids for block in group]
         self.items.append(
             Item("write" if writes else "read", me, command.peer, land, fail, tuple(touches))
         )
@@ -458,8 +534,7 @@ class Pair:
         assert told.count(Outcome.RELEASED) <= 1, f"S4: {report.request_id} released twice"
         if report.outcome is Outcome.RECEIVED:
             prompt, span, blocks = self.prompts[report.request_id]
-            own = {rank: side.caches[rank]}
-            wrong = wrong_cells(own, prompt, blocks, span, span.start)
+            wrong = side.wrong(rank, prompt, blocks, span)
             assert not wrong, f"S2: {report.request_id} received, but {wrong[:3]}"
         if side.is_over(report.request_id):
             side.free += side.lent.pop(report.request_id, [])

@@ -41,6 +41,7 @@ from kvcourier.layout import (
     CacheKind,
     CacheLayout,
     CachePlacement,
+    GroupCache,
     MemoryKind,
     RankCache,
     Region,
@@ -151,7 +152,7 @@ class Side:
         )
         strides = np.full((NUM_LAYERS, 2), PIECE_BYTES, np.int64)
         placement = CachePlacement(np.zeros((NUM_LAYERS, 2), np.int64), offsets, strides)
-        return RankCache(Rank(0, 0), geometry, placement, (region,))
+        return RankCache((GroupCache(Rank(0, 0), geometry, placement, (region,)),))
 
     def coordinates(self) -> dict[str, Any]:
         """What a router would tell D of us."""

@@ -73,7 +73,7 @@ MESSAGES: dict[str, AnyMessage] = {
     "close_stream": CloseStream(PREFILL, 5, [0]),
 }
 
-FACTS = handshake.Facts("SmolLM2-135M", CacheKind.KEY_VALUE, 2, 3, 64, "bfloat16", 2)
+FACTS = handshake.Facts("SmolLM2-135M", CacheKind.KEY_VALUE, 3, 3, 64, "bfloat16", 2)
 OFFER = handshake.Offer(
     engine_id="prefill-0",
     incarnation="life-p",
@@ -87,21 +87,31 @@ OFFER = handshake.Offer(
             agent_name="prefill-0:life-p:pp0tp0",
             agent_metadata=b"\x00\x01opaque",
             side_channel_port=40000,
-            cache=handshake.GeometryOffer(
-                layers=[0, 1],
-                head_start=0,
-                head_stop=3,
-                block_size=16,
-                num_blocks=8,
-                cache_layout=CacheLayout.NHD,
-                placement_region=[0, 0, 1, 1],
-                placement_offset=[0, 49152, 0, 49152],
-                placement_stride=[6144, 6144, 6144, 6144],
-                regions=[
-                    (1 << 40, 98304, MemoryKind.DRAM, 0),
-                    (1 << 41, 98304, MemoryKind.DRAM, 0),
-                ],
-            ),
+            groups=[
+                handshake.GroupOffer(
+                    kind=CacheKind.KEY_VALUE,
+                    layers=layers,
+                    num_kv_heads=3,
+                    head_start=0,
+                    head_stop=3,
+                    head_dim=64,
+                    dtype="bfloat16",
+                    itemsize=2,
+                    block_size=16,
+                    num_blocks=8,
+                    cache_layout=CacheLayout.NHD,
+                    window=window,
+                    num_reserved_blocks=1,
+                    placement_region=[region for region in range(len(layers)) for _ in "kv"],
+                    placement_offset=[0, 49152] * len(layers),
+                    placement_stride=[6144, 6144] * len(layers),
+                )
+                for layers, window in (([0, 1], None), ([2], 128))
+            ],
+            regions=[
+                (1 << 40, 98304, MemoryKind.DRAM, 0),
+                (1 << 41, 98304, MemoryKind.DRAM, 0),
+            ],
             staging=handshake.StagingOffer(1 << 42, 1 << 23, 4, MemoryKind.DRAM, 0),
         )
     ],

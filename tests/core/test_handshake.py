@@ -33,8 +33,8 @@ from kvcourier.core.handshake import (
 from kvcourier.core.messages import PROTOCOL_VERSION
 from kvcourier.errors import HandshakeRejected, MappingError, RemoteProtocolError
 from kvcourier.ids import AgentName, EngineId, Incarnation, Rank
-from kvcourier.layout import CacheKind, RankCache, instance_geometries
-from layout_builders import PlacementStyle, make_instance, model_cache
+from kvcourier.layout import CacheKind, CachePlacement, RankCache, instance_geometries
+from layout_builders import PlacementStyle, make_instance, model_cache, one_group
 
 P = EngineId("prefill-0")
 LIMITS = Limits()
@@ -46,12 +46,14 @@ def make_offer(
 ) -> tuple[Offer, dict[Rank, RankCache]]:
     """What an instance with real caches offers."""
     geometries = instance_geometries(model_cache(**model), tp_size, pp_size)
-    caches = {rank: cache for rank, (cache, _) in make_instance(geometries, style).items()}
+    caches = {
+        rank: RankCache((cache,)) for rank, (cache, _) in make_instance(geometries, style).items()
+    }
     return Offer(
         engine_id=P,
         incarnation="life-1",
         modes=sorted(TransferMode),
-        facts=facts_of("a-model", geometries),
+        facts=facts_of("a-model", one_group(geometries)),
         tp_size=tp_size,
         pp_size=pp_size,
         ranks=[
@@ -105,14 +107,14 @@ def test_an_offer_arrives_as_it_was_made(style, shape):
     assert (peer.engine_id, peer.incarnation) == (P, Incarnation("life-1"))
     assert (peer.tp_size, peer.pp_size) == (shape["tp_size"], shape.get("pp_size", 1))
     assert peer.modes == frozenset(TransferMode)
-    assert peer.geometries == {rank: cache.geometry for rank, cache in caches.items()}
+    assert peer.geometries == {rank: cache.geometries for rank, cache in caches.items()}
     for index, (rank, cache) in enumerate(caches.items()):
         contact = peer.ranks[rank]
         assert contact.cache.rank == rank
         assert contact.cache.regions == cache.regions
-        for field in dataclasses.fields(cache.placement):
-            sent = getattr(cache.placement, field.name)
-            came = getattr(contact.cache.placement, field.name)
+        for field in dataclasses.fields(CachePlacement):
+            sent = getattr(cache.groups[0].placement, field.name)
+            came = getattr(contact.cache.groups[0].placement, field.name)
             assert came.dtype == np.int64
             assert np.array_equal(sent, came)
         assert contact.agent_name == f"agent-{rank}"
@@ -122,7 +124,9 @@ def test_an_offer_arrives_as_it_was_made(style, shape):
 
 def test_facts_span_all_pipeline_stages():
     geometries = instance_geometries(model_cache(num_layers=5), 2, 3)
-    assert facts_of("m", geometries) == Facts("m", CacheKind.KEY_VALUE, 5, 4, 4, "float16", 2)
+    assert facts_of("m", one_group(geometries)) == Facts(
+        "m", CacheKind.KEY_VALUE, 5, 4, 4, "float16", 2
+    )
 
 
 def test_different_shards_block_sizes_and_layouts_fit():
@@ -245,7 +249,7 @@ def test_an_answer_that_is_too_long():
 
 HUGE = (1 << 31) - 1
 RANK = ("ranks", 0)
-CACHE = (*RANK, "cache")
+GROUP = (*RANK, "groups", 0)
 HOSTILE: list[tuple[tuple[Any, ...], Any]] = [
     (("tp_size",), 0),
     (("tp_size",), 2),
@@ -269,45 +273,58 @@ HOSTILE: list[tuple[tuple[Any, ...], Any]] = [
     ((*RANK, "side_channel_port"), 0),
     ((*RANK, "side_channel_port"), 65536),
     ((*RANK, "agent_metadata"), 7),
-    ((*CACHE, "layers"), []),
-    ((*CACHE, "layers"), [0]),
-    ((*CACHE, "layers"), [0, 0]),
-    ((*CACHE, "layers"), [0, HUGE]),
-    ((*CACHE, "layers"), [0, -1]),
-    ((*CACHE, "head_start"), 3),
-    ((*CACHE, "head_start"), HUGE),
-    ((*CACHE, "head_stop"), 0),
-    ((*CACHE, "head_stop"), 4),
-    ((*CACHE, "head_stop"), HUGE),
-    ((*CACHE, "block_size"), 0),
-    ((*CACHE, "block_size"), 17),
-    ((*CACHE, "block_size"), HUGE),
-    ((*CACHE, "num_blocks"), 0),
-    ((*CACHE, "num_blocks"), 9),
-    ((*CACHE, "num_blocks"), HUGE),
-    ((*CACHE, "cache_layout"), "DHN"),
-    ((*CACHE, "placement_region"), [0, 0, 1]),
-    ((*CACHE, "placement_region"), [0, 0, 1, 1, 1]),
-    ((*CACHE, "placement_region"), [0, 0, 1, 2]),
-    ((*CACHE, "placement_region"), [0, 0, 1, HUGE]),
-    ((*CACHE, "placement_offset"), []),
-    ((*CACHE, "placement_offset"), [0, 49153, 0, 49152]),
-    ((*CACHE, "placement_offset"), [(1 << 62) - 1] * 4),
-    ((*CACHE, "placement_offset"), [-1, 0, 0, 0]),
-    ((*CACHE, "placement_offset"), [1 << 62] * 4),
-    ((*CACHE, "placement_stride"), [0] * 4),
-    ((*CACHE, "placement_stride"), [6143] * 4),
-    ((*CACHE, "placement_stride"), [(1 << 62) - 1] * 4),
-    ((*CACHE, "placement_stride"), [6144] * 100_000),
-    ((*CACHE, "regions"), []),
-    ((*CACHE, "regions"), [[1 << 40, 98304, "DRAM", 0]] * 5),
-    ((*CACHE, "regions"), [[1 << 40, 98303, "DRAM", 0]] * 2),
-    ((*CACHE, "regions"), [[1 << 40, 0, "DRAM", 0]] * 2),
-    ((*CACHE, "regions"), [[-1, 98304, "DRAM", 0]] * 2),
-    ((*CACHE, "regions"), [[1 << 40, 98304, "TAPE", 0]] * 2),
-    ((*CACHE, "regions"), [[1 << 40, 98304, "DRAM", HUGE]] * 2),
-    ((*CACHE, "regions"), [[1 << 40, 98304, "DRAM"]] * 2),
-    ((*CACHE, "regions"), [[1 << 62, 98304, "DRAM", 0]] * 2),
+    ((*GROUP, "layers"), []),
+    ((*GROUP, "layers"), [0]),
+    ((*GROUP, "layers"), [0, 0]),
+    ((*GROUP, "layers"), [0, HUGE]),
+    ((*GROUP, "layers"), [0, -1]),
+    ((*GROUP, "head_start"), 3),
+    ((*GROUP, "head_start"), HUGE),
+    ((*GROUP, "head_stop"), 0),
+    ((*GROUP, "head_stop"), 4),
+    ((*GROUP, "head_stop"), HUGE),
+    ((*GROUP, "block_size"), 0),
+    ((*GROUP, "block_size"), 17),
+    ((*GROUP, "block_size"), HUGE),
+    ((*GROUP, "num_blocks"), 0),
+    ((*GROUP, "num_blocks"), 9),
+    ((*GROUP, "num_blocks"), HUGE),
+    ((*GROUP, "cache_layout"), "DHN"),
+    ((*GROUP, "placement_region"), [0, 0, 1]),
+    ((*GROUP, "placement_region"), [0, 0, 1, 1, 1]),
+    ((*GROUP, "placement_region"), [0, 0, 1, 2]),
+    ((*GROUP, "placement_region"), [0, 0, 1, HUGE]),
+    ((*GROUP, "placement_offset"), []),
+    ((*GROUP, "placement_offset"), [0, 49153, 0, 49152]),
+    ((*GROUP, "placement_offset"), [(1 << 62) - 1] * 4),
+    ((*GROUP, "placement_offset"), [-1, 0, 0, 0]),
+    ((*GROUP, "placement_offset"), [1 << 62] * 4),
+    ((*GROUP, "placement_stride"), [0] * 4),
+    ((*GROUP, "placement_stride"), [6143] * 4),
+    ((*GROUP, "placement_stride"), [(1 << 62) - 1] * 4),
+    ((*GROUP, "placement_stride"), [6144] * 100_000),
+    ((*GROUP, "kind"), "latent"),
+    ((*GROUP, "num_kv_heads"), 2),
+    ((*GROUP, "head_dim"), 65),
+    ((*GROUP, "head_dim"), HUGE),
+    ((*GROUP, "itemsize"), 0),
+    ((*GROUP, "dtype"), ""),
+    ((*GROUP, "window"), 0),
+    ((*GROUP, "window"), 1),
+    ((*GROUP, "window"), HUGE),
+    ((*GROUP, "num_reserved_blocks"), 8),
+    ((*GROUP, "num_reserved_blocks"), -1),
+    ((*RANK, "groups", 1, "layers"), [1]),
+    ((*RANK, "groups"), []),
+    ((*RANK, "regions"), []),
+    ((*RANK, "regions"), [[1 << 40, 98304, "DRAM", 0]] * 7),
+    ((*RANK, "regions"), [[1 << 40, 98303, "DRAM", 0]] * 2),
+    ((*RANK, "regions"), [[1 << 40, 0, "DRAM", 0]] * 2),
+    ((*RANK, "regions"), [[-1, 98304, "DRAM", 0]] * 2),
+    ((*RANK, "regions"), [[1 << 40, 98304, "TAPE", 0]] * 2),
+    ((*RANK, "regions"), [[1 << 40, 98304, "DRAM", HUGE]] * 2),
+    ((*RANK, "regions"), [[1 << 40, 98304, "DRAM"]] * 2),
+    ((*RANK, "regions"), [[1 << 62, 98304, "DRAM", 0]] * 2),
 ]
 
 
@@ -351,8 +368,8 @@ def test_more_ranks_than_are_taken():
 
 def test_the_rank_with_a_bad_placement_is_named():
     offer, _ = make_offer(tp_size=2)
-    cache = msgspec.structs.replace(offer.ranks[1].cache, num_blocks=100)
-    bad = msgspec.structs.replace(offer.ranks[1], cache=cache)
+    group = msgspec.structs.replace(offer.ranks[1].groups[0], num_blocks=100)
+    bad = msgspec.structs.replace(offer.ranks[1], groups=[group])
     (reason,) = reasons_of(
         lambda: shake(msgspec.structs.replace(offer, ranks=[offer.ranks[0], bad]))
     )

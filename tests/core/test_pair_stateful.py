@@ -23,6 +23,7 @@ from kvcourier.config import Timing
 from kvcourier.core.outcomes import Outcome
 from pair import TERMINAL, Pair
 
+WINDOWED = {"num_blocks": 20, "groups": [((0,), None), ((1,), 20)]}
 SHAPES = st.sampled_from(
     [
         ({"num_blocks": 12}, {"num_blocks": 12}),
@@ -33,6 +34,9 @@ SHAPES = st.sampled_from(
             {"num_blocks": 12, "num_kv_heads": 1, "tp_size": 2},
             {"num_blocks": 12, "num_kv_heads": 1},
         ),
+        (WINDOWED, WINDOWED),
+        (WINDOWED | {"tp_size": 2}, WINDOWED | {"block_size": 8, "num_blocks": 40}),
+        ({"num_blocks": 20}, WINDOWED),
     ]
 )
 TIMING = Timing(kv_lease_duration=20.0, heartbeat_s=3.0, quarantine_limit_s=1e6)
@@ -92,11 +96,11 @@ class PairMachine(RuleBasedStateMachine):
         num_tokens = self.tokens[request_id]
         if not self.alive(request_id) or request_id in self.aborted:
             return None
-        if -(-num_tokens // 16) > len(self.pair.prefill.free):
+        if not self.pair.prefill.fits(num_tokens):
             self.abort_request(request_id)
             return None
         blocks = self.pair.finish(request_id, f"prompt-{request_id}", num_tokens)
-        return request_id, mode, tuple(blocks)
+        return request_id, mode, blocks
 
     @rule(target=wants, prompt=prompts)
     def want_pull(self, prompt):
@@ -105,7 +109,7 @@ class PairMachine(RuleBasedStateMachine):
         request_id = self.name("d")
         self.life[request_id] = self.pair.decode.life
         self.tokens[request_id] = self.tokens[prompt[0]]
-        self.pair.want_pull(request_id, prompt[0], list(prompt[2]))
+        self.pair.want_pull(request_id, prompt[0], prompt[2])
         return request_id, prompt[0]
 
     @rule(want=consumes(wants), cached=st.floats(0, 1))
@@ -186,8 +190,7 @@ class PairMachine(RuleBasedStateMachine):
                 self.abort_request(request_id)
         pair.settle()
         for side in pair.sides.values():
-            num_blocks = next(iter(side.geometries.values())).num_blocks
-            assert sorted(side.free) == list(range(num_blocks)), f"S5: {side.name} lost blocks"
+            assert sorted(side.free) == list(side.pool), f"S5: {side.name} lost blocks"
         for request_id in self.reserved:
             if self.alive(request_id):
                 told = pair.decode.outcomes(request_id)

@@ -26,9 +26,9 @@ class CacheMemory:
     """Cells [block, token, head, byte] of every layer and plane, as numpy views of real memory."""
 
     def __init__(self, rank_caches: Sequence[RankCache]) -> None:
-        self.block_size = rank_caches[0].geometry.block_size
+        self.block_size = rank_caches[0].geometries[0].block_size
         self._views: dict[tuple[int, int, int], list[Bytes]] = {}
-        for cache in rank_caches:
+        for cache in (rank.groups[0] for rank in rank_caches):
             geometry, placement = cache.geometry, cache.placement
             for row, layer in enumerate(geometry.layers):
                 for plane in range(2):

@@ -71,9 +71,9 @@ def test_read_gathers_blocks_in_the_order_of_the_table(
 def test_rank_caches_name_their_rank_layers_and_heads() -> None:
     caches = make_cache(CacheLayout.NHD, 4, 2).rank_caches()
     assert [cache.rank for cache in caches] == [Rank(p, t) for p in range(2) for t in range(4)]
-    layers = {cache.rank.pp_rank: cache.geometry.layers for cache in caches}
+    layers = {cache.rank.pp_rank: cache.geometries[0].layers for cache in caches}
     assert sorted(layers[0] + layers[1]) == [0, 1, 2]
-    heads = [(c.geometry.head_start, c.geometry.head_stop) for c in caches[:4]]
+    heads = [(c.head_start, c.head_stop) for (c,) in (cache.geometries for cache in caches[:4])]
     assert heads == [(0, 1), (0, 1), (1, 2), (1, 2)]
     ranges = sorted((r.address, r.address + r.size_bytes) for c in caches for r in c.regions)
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))

@@ -19,7 +19,14 @@ from kvcourier.layout import (
     route,
     routes_to,
 )
-from layout_builders import PlacementStyle, copy_pieces, make_cache, model_cache, plane_cells
+from layout_builders import (
+    PlacementStyle,
+    copy_pieces,
+    make_cache,
+    model_cache,
+    one_group,
+    plane_cells,
+)
 
 
 def run(*block_ids, first_token=0):
@@ -52,7 +59,7 @@ def worked_example(cache_layout, num_layers=1):
 def pair(source_geometry, target_geometry, style=PlacementStyle.STACKED):
     """A plan for the one route between two single-rank instances, and both caches."""
     rank = Rank(0, 0)
-    (only,) = route({rank: source_geometry}, {rank: target_geometry})
+    (only,) = route({rank: (source_geometry,)}, {rank: (target_geometry,)})
     plan = plan_mapping(source_geometry, target_geometry, only)
     return plan, make_cache(source_geometry, style), make_cache(target_geometry, style)
 
@@ -65,15 +72,15 @@ def single(style=PlacementStyle.STACKED, target_changes=None, **changes):
 
 def test_worked_example_routes():
     prefill, decode = worked_example(CacheLayout.HND)
-    assert routes_to(route(prefill, decode), Rank(0, 0)) == (
-        Route(Rank(0, 0), Rank(0, 0), (0,), 0, 1),
-        Route(Rank(0, 1), Rank(0, 0), (0,), 1, 2),
+    assert routes_to(route(one_group(prefill), one_group(decode)), Rank(0, 0)) == (
+        Route(Rank(0, 0), Rank(0, 0), (0,), 0, 1, 0, 0, 16, None),
+        Route(Rank(0, 1), Rank(0, 0), (0,), 1, 2, 0, 0, 16, None),
     )
 
 
 def test_worked_example_plan():
     prefill, decode = worked_example(CacheLayout.HND)
-    second = Route(Rank(0, 1), Rank(0, 0), (0,), 1, 2)
+    second = Route(Rank(0, 1), Rank(0, 0), (0,), 1, 2, 0, 0, 16, None)
     plan = plan_mapping(prefill[second.source], decode[second.target], second)
     assert plan.unit_tokens == 16
     assert plan.source.block_bytes == 4096 and plan.target.block_bytes == 16384
@@ -86,7 +93,7 @@ def test_worked_example_plan():
 
 def test_worked_example_plan_without_head_order():
     prefill, decode = worked_example(CacheLayout.NHD)
-    second = Route(Rank(0, 1), Rank(0, 0), (0,), 1, 2)
+    second = Route(Rank(0, 1), Rank(0, 0), (0,), 1, 2, 0, 0, 16, None)
     plan = plan_mapping(prefill[second.source], decode[second.target], second)
     assert plan.source_offsets.tolist() == [256 * token for token in range(16)]
     assert plan.target_offsets.tolist() == [512 * token + 256 for token in range(16)]
@@ -125,7 +132,7 @@ def test_worked_example_plan_without_head_order():
 )
 def test_worked_example_pieces(prefill_blocks, decode_blocks, start, source_rows, target_rows):
     prefill, decode = worked_example(CacheLayout.HND)
-    second = Route(Rank(0, 1), Rank(0, 0), (0,), 1, 2)
+    second = Route(Rank(0, 1), Rank(0, 0), (0,), 1, 2, 0, 0, 16, None)
     source, _source_memory = make_cache(prefill[second.source], rank=second.source)
     target, _target_memory = make_cache(decode[second.target], rank=second.target)
     plan = plan_mapping(source.geometry, target.geometry, second)
@@ -304,9 +311,9 @@ def test_a_route_that_a_rank_cannot_serve_is_refused():
     geometries = instance_geometries(model_cache(), 2)
     first, second = geometries[Rank(0, 0)], geometries[Rank(0, 1)]
     with pytest.raises(MappingError, match=r"heads: .* moves 0 to 2, target holds 2 to 4"):
-        plan_mapping(first, second, Route(Rank(0, 0), Rank(0, 1), (0,), 0, 2))
+        plan_mapping(first, second, Route(Rank(0, 0), Rank(0, 1), (0,), 0, 2, 0, 0, 16, None))
     with pytest.raises(MappingError, match=r"layer 5: .* moves it, source holds \(0, 1\)"):
-        plan_mapping(first, first, Route(Rank(0, 0), Rank(0, 0), (0, 5), 0, 2))
+        plan_mapping(first, first, Route(Rank(0, 0), Rank(0, 0), (0, 5), 0, 2, 0, 0, 16, None))
 
 
 def test_a_plan_cannot_be_changed():

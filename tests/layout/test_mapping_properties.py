@@ -18,8 +18,8 @@ from kvcourier.layout import (
     CacheGeometry,
     CacheKind,
     CacheLayout,
+    GroupCache,
     ModelCache,
-    RankCache,
     TokenSpan,
     bind,
     plan_mapping,
@@ -32,10 +32,11 @@ from layout_builders import (
     copy_pieces,
     make_instance,
     model_cache,
+    one_group,
     plane_cells,
 )
 
-Instance = Mapping[Rank, tuple[RankCache, list[Buffer]]]
+Instance = Mapping[Rank, tuple[GroupCache, list[Buffer]]]
 check = settings(max_examples=120, derandomize=True, deadline=None, database=None)
 
 BLOCK_SIZES = (1, 2, 3, 4, 8, 16, 32, 48)
@@ -165,7 +166,7 @@ def bound_routes(
     source: Side, from_instance: Instance, target: Side, to_instance: Instance, span: TokenSpan
 ) -> list[tuple[Rank, Rank, BoundPieces]]:
     found = []
-    for each in route(source.geometries, target.geometries):
+    for each in route(one_group(source.geometries), one_group(target.geometries)):
         from_cache, to_cache = from_instance[each.source][0], to_instance[each.target][0]
         plan = plan_mapping(from_cache.geometry, to_cache.geometry, each)
         pieces = bind(plan, from_cache, to_cache, source.blocks, target.blocks, span)
@@ -242,7 +243,7 @@ def test_merging_changes_no_bytes(scenario: Scenario) -> None:
     source, target = scenario.source, scenario.target
     from_instance = make_instance(source.geometries, source.style)
     to_instance = make_instance(target.geometries, target.style)
-    for each in route(source.geometries, target.geometries):
+    for each in route(one_group(source.geometries), one_group(target.geometries)):
         from_cache, to_cache = from_instance[each.source][0], to_instance[each.target][0]
         plan = plan_mapping(from_cache.geometry, to_cache.geometry, each)
 
@@ -270,7 +271,7 @@ def test_merging_changes_no_bytes(scenario: Scenario) -> None:
 @given(scenarios())
 def test_planned_pieces_are_maximal(scenario: Scenario) -> None:
     source, target = scenario.source.geometries, scenario.target.geometries
-    for each in route(source, target):
+    for each in route(one_group(source), one_group(target)):
         plan = plan_mapping(source[each.source], target[each.target], each)
         starts = set(zip(plan.source_offsets.tolist(), plan.target_offsets.tolist(), strict=True))
         stops = zip(
@@ -295,10 +296,10 @@ def test_caches_of_different_models_are_refused(scenario: Scenario, data: st.Dat
     }
     name = data.draw(st.sampled_from(sorted(changes)))
     sources, targets = scenario.source.geometries, scenario.target.geometries
-    routes = route(sources, targets)
+    routes = route(one_group(sources), one_group(targets))
     other = {rank: replace(each, **{name: changes[name]}) for rank, each in targets.items()}
     was, now = str(getattr(scenario.source.geometry, name)), str(changes[name])
     with pytest.raises(MappingError, match=rf"{name}: source has {was}, target has {now}"):
-        route(sources, other)
+        route(one_group(sources), one_group(other))
     with pytest.raises(MappingError, match=rf"{name}: source has {was}, target has {now}"):
         plan_mapping(sources[routes[0].source], other[routes[0].target], routes[0])

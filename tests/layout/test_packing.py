@@ -17,10 +17,10 @@ from kvcourier.layout import (
     BlockRun,
     BoundPieces,
     CacheLayout,
+    GroupCache,
     MemoryKind,
     PackedSide,
     Parcel,
-    RankCache,
     Region,
     TokenSpan,
     bind,
@@ -37,11 +37,11 @@ from layout.test_mapping_properties import (
     expected,
     scenarios,
 )
-from layout_builders import Buffer, copy_pieces, make_cache, make_instance, model_cache
+from layout_builders import Buffer, copy_pieces, make_cache, make_instance, model_cache, one_group
 
 check = settings(max_examples=80, derandomize=True, deadline=None, database=None)
 
-Memory = tuple[RankCache, Sequence[Buffer]]
+Memory = tuple[GroupCache, Sequence[Buffer]]
 
 
 def table(addresses: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
@@ -76,7 +76,7 @@ def test_both_halves_move_what_bind_moves(scenario: Scenario, data: st.DataObjec
     source, target, span = scenario.source, scenario.target, scenario.span
     filled = expected(source, scenario.values, source.tokens)
     bound, packed = (make_instance(target.geometries, target.style) for _ in range(2))
-    for each in route(source.geometries, target.geometries):
+    for each in route(one_group(source.geometries), one_group(target.geometries)):
         from_cache, to_cache = filled[each.source][0], packed[each.target][0]
         plan = plan_mapping(from_cache.geometry, to_cache.geometry, each)
         layers = data.draw(st.none() | st.sets(st.sampled_from(each.layers), min_size=1))
@@ -101,7 +101,9 @@ def test_both_halves_move_what_bind_moves(scenario: Scenario, data: st.DataObjec
 @given(scenarios(), st.data())
 def test_addresses_are_a_window_of_all_of_them(scenario: Scenario, data: st.DataObject) -> None:
     source, target = scenario.source, scenario.target
-    each = data.draw(st.sampled_from(route(source.geometries, target.geometries)))
+    each = data.draw(
+        st.sampled_from(route(one_group(source.geometries), one_group(target.geometries)))
+    )
     cache, _ = make_instance(source.geometries, source.style)[each.source]
     plan = plan_mapping(cache.geometry, target.geometries[each.target], each)
     side = pack_source(plan, cache, source.blocks, scenario.span)
@@ -149,8 +151,8 @@ def test_a_prompt_arrives_from_two_ranks_in_one() -> None:
     span = TokenSpan(0, 50)
     write_prompt(prefill, "a", [4, 1, 3, 0], span)
     for each in route(
-        {rank: cache.geometry for rank, (cache, _) in prefill.items()},
-        {rank: cache.geometry for rank, (cache, _) in decode.items()},
+        {rank: (cache.geometry,) for rank, (cache, _) in prefill.items()},
+        {rank: (cache.geometry,) for rank, (cache, _) in decode.items()},
     ):
         source, target = prefill[each.source], decode[each.target]
         plan = plan_mapping(source[0].geometry, target[0].geometry, each)
@@ -170,7 +172,7 @@ def run(*block_ids: int) -> BlockRun:
 
 def lone_pair():
     geometry = instance_geometries(model_cache(), 1)[Rank(0, 0)]
-    (only,) = route({Rank(0, 0): geometry}, {Rank(0, 0): geometry})
+    (only,) = route({Rank(0, 0): (geometry,)}, {Rank(0, 0): (geometry,)})
     return plan_mapping(geometry, geometry, only), make_cache(geometry)[0]
 
 

@@ -14,11 +14,11 @@ from kvcourier.layout import (
     Route,
     consumers_of,
     instance_geometries,
-    route,
     routes_from,
     routes_to,
 )
-from layout_builders import model_cache
+from kvcourier.layout import route as route_groups
+from layout_builders import model_cache, one_group
 
 check = settings(max_examples=150, derandomize=True, deadline=None, database=None)
 
@@ -27,12 +27,17 @@ def ranks(tp_size: int, pp_size: int = 1, **changes: object):
     return instance_geometries(model_cache(**changes), tp_size, pp_size)
 
 
+def route(sources, targets):
+    """Routes between instances with one group each."""
+    return route_groups(one_group(sources), one_group(targets))
+
+
 def test_four_source_ranks_to_two_target_ranks():
     assert route(ranks(4), ranks(2)) == (
-        Route(Rank(0, 0), Rank(0, 0), (0, 1), 0, 1),
-        Route(Rank(0, 1), Rank(0, 0), (0, 1), 1, 2),
-        Route(Rank(0, 2), Rank(0, 1), (0, 1), 2, 3),
-        Route(Rank(0, 3), Rank(0, 1), (0, 1), 3, 4),
+        Route(Rank(0, 0), Rank(0, 0), (0, 1), 0, 1, 0, 0, 16, None),
+        Route(Rank(0, 1), Rank(0, 0), (0, 1), 1, 2, 0, 0, 16, None),
+        Route(Rank(0, 2), Rank(0, 1), (0, 1), 2, 3, 0, 0, 16, None),
+        Route(Rank(0, 3), Rank(0, 1), (0, 1), 3, 4, 0, 0, 16, None),
     )
 
 

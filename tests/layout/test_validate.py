@@ -8,7 +8,8 @@ import pytest
 from kvcourier.config import Limits
 from kvcourier.errors import MappingError
 from kvcourier.ids import Rank
-from kvcourier.layout import CacheKind, instance_geometries, validate_cache
+from kvcourier.layout import CacheKind, RankCache, instance_geometries
+from kvcourier.layout import validate_cache as validate_groups
 from layout_builders import GUARD_BYTES, PlacementStyle, make_cache, model_cache
 
 LIMITS = Limits(max_layers=8, max_ranks=4)
@@ -17,6 +18,11 @@ LIMITS = Limits(max_layers=8, max_ranks=4)
 def cache(style=PlacementStyle.SEPARATE, **changes):
     found, _ = make_cache(instance_geometries(model_cache(**changes), 1)[Rank(0, 0)], style)
     return found
+
+
+def validate_cache(cache, limits):
+    """The check of a rank with one group."""
+    validate_groups(RankCache((cache,)), limits)
 
 
 @pytest.mark.parametrize("style", PlacementStyle)

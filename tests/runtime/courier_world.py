@@ -141,7 +141,7 @@ def describe(rig: Rig, channel: SideChannel) -> tuple[InstanceAddress, PeerInsta
 
 
 def facts_for(rig: Rig) -> Facts:
-    return facts_of("test-model", {r: cache.geometry for r, (cache, _) in rig.caches.items()})
+    return facts_of("test-model", {r: (cache.geometry,) for r, (cache, _) in rig.caches.items()})
 
 
 def inbox_of(world: World, rig: Rig, me: PeerRank = STRANGER) -> Callable[[bytes], None]:

@@ -7,7 +7,7 @@ from kvcourier.config import EndpointConfig, Limits
 from kvcourier.core.events import RequestAborted
 from kvcourier.errors import LocalProtocolError, RemoteProtocolError
 from kvcourier.ids import EngineId, Incarnation, Rank
-from kvcourier.layout import TokenSpan, instance_geometries
+from kvcourier.layout import RankCache, TokenSpan, instance_geometries
 from kvcourier.runtime.engine_link import (
     Abort,
     EngineLink,
@@ -20,7 +20,7 @@ from kvcourier.runtime.metrics import CourierMetrics
 from kvcourier.runtime.rank import open_rank
 from kvcourier.runtime.reports import Outcome, Side
 from kvcourier.transport.memory import MemoryNetwork, MemoryTransport
-from layout_builders import make_instance, model_cache
+from layout_builders import make_instance, model_cache, one_group
 
 
 def test_a_call_without_the_token_is_none_of_ours() -> None:
@@ -62,8 +62,8 @@ def test_a_scheduler_elsewhere_drives_a_receive() -> None:
     courier, offer = open_rank(
         config,
         Incarnation("life"),
-        caches[Rank(0, 0)][0],
-        geometries,
+        RankCache((caches[Rank(0, 0)][0],)),
+        one_group(geometries),
         transport,
         server_port=1,
         observer=CourierMetrics(CollectorRegistry()),

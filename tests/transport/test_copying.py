@@ -30,10 +30,10 @@ from kvcourier.layout import (
     CacheGeometry,
     CacheKind,
     CacheLayout,
+    GroupCache,
     MemoryKind,
     PackedSide,
     Parcel,
-    RankCache,
     Region,
     TokenSpan,
     instance_geometries,
@@ -46,7 +46,14 @@ from kvcourier.layout import (
 from kvcourier.transport.copying import Copier, LoadedTables, Ticket, copier_for
 from kvcourier.transport.copying.host import HostCopier
 from layout.test_mapping_properties import Scenario, scenarios
-from layout_builders import Buffer, PlacementStyle, make_cache, make_instance, model_cache
+from layout_builders import (
+    Buffer,
+    PlacementStyle,
+    make_cache,
+    make_instance,
+    model_cache,
+    one_group,
+)
 
 check = settings(max_examples=60, derandomize=True, deadline=None, database=None)
 
@@ -120,7 +127,7 @@ class HostMemory:
 
     kind = MemoryKind.DRAM
 
-    def place(self, memory: tuple[RankCache, list[Buffer]]) -> tuple[RankCache, list[Any]]:
+    def place(self, memory: tuple[GroupCache, list[Buffer]]) -> tuple[GroupCache, list[Any]]:
         return memory
 
     def read(self, buffers: Sequence[Any]) -> list[npt.NDArray[np.uint8]]:
@@ -144,7 +151,7 @@ class GpuMemory:
         self._torch = torch
         self._device = torch.device("cuda", device_id)
 
-    def place(self, memory: tuple[RankCache, list[Buffer]]) -> tuple[RankCache, list[Any]]:
+    def place(self, memory: tuple[GroupCache, list[Buffer]]) -> tuple[GroupCache, list[Any]]:
         cache, buffers = memory
         there = [self._torch.from_numpy(each).to(self._device) for each in buffers]
         regions = tuple(
@@ -207,10 +214,10 @@ MakeCopier = Callable[[Sequence[Region]], Copier]
 Segments = Sequence[tuple[PackedSide, PackedSide]]
 
 
-def sides(example: Example, source: RankCache, target: RankCache) -> Segments:
+def sides(example: Example, source: GroupCache, target: GroupCache) -> Segments:
     """Two segments: some layers each, and blocks in an order of their own."""
     rank = Rank(0, 0)
-    (only,) = route({rank: example.source}, {rank: example.target})
+    (only,) = route({rank: (example.source,)}, {rank: (example.target,)})
     plan = plan_mapping(example.source, example.target, only)
     random = np.random.default_rng(2)
 
@@ -299,7 +306,7 @@ def test_the_host_copies_what_the_addresses_say(scenario: Scenario) -> None:
         for buffer in buffers:
             buffer[:] = random.integers(0, 256, buffer.size, np.uint8)
     wanted, found = (make_instance(target.geometries, target.style) for _ in range(2))
-    for each in route(source.geometries, target.geometries):
+    for each in route(one_group(source.geometries), one_group(target.geometries)):
         from_cache = filled[each.source][0]
         plan = plan_mapping(from_cache.geometry, target.geometries[each.target], each)
         from_side = pack_source(plan, from_cache, source.blocks, scenario.span)
@@ -377,10 +384,10 @@ def test_the_host_reads_the_cache_after_the_event() -> None:
 # What is refused, before anything is touched.
 
 
-def lone_side(**changes: object) -> tuple[RankCache, list[Buffer], PackedSide]:
+def lone_side(**changes: object) -> tuple[GroupCache, list[Buffer], PackedSide]:
     geometry = geometries(range(4))
     cache, buffers = make_cache(geometry)
-    (only,) = route({Rank(0, 0): geometry}, {Rank(0, 0): geometry})
+    (only,) = route({Rank(0, 0): (geometry,)}, {Rank(0, 0): (geometry,)})
     plan = plan_mapping(geometry, geometry, only)
     blocks = BlockRun(np.array([7, 0, 3], np.int64), 0)
     side = pack_target(plan, cache, blocks, TokenSpan(0, 48))
@@ -588,7 +595,7 @@ def test_a_gpu_reads_the_cache_after_the_event(num_gpus: int) -> None:
     memory = GpuMemory(device)
     before, buffers, _ = lone_side()
     cache, there = memory.place((before, buffers))
-    (only,) = route({Rank(0, 0): cache.geometry}, {Rank(0, 0): cache.geometry})
+    (only,) = route({Rank(0, 0): (cache.geometry,)}, {Rank(0, 0): (cache.geometry,)})
     plan = plan_mapping(cache.geometry, cache.geometry, only)
     blocks = BlockRun(np.array([7, 0, 3], np.int64), 0)
     side = pack_source(plan, cache, blocks, TokenSpan(0, 48))

@@ -20,11 +20,12 @@ from kvcourier.core.events import (
 from kvcourier.core.handshake import facts_of, rank_offer
 from kvcourier.core.params import PullIntent, parse_params
 from kvcourier.ids import AgentName, EngineId, Incarnation, Rank
-from kvcourier.layout import TokenSpan, instance_geometries
+from kvcourier.layout import RankCache, TokenSpan, instance_geometries
 from kvcourier.runtime.engine_link import decode_call, new_token
+from kvcourier.vllm_connector.block_tables import BlockTable
 from kvcourier.vllm_connector.scheduler_side import SchedulerSide
 from kvcourier.vllm_connector.settings import ConnectorSettings
-from layout_builders import make_instance, model_cache
+from layout_builders import make_instance, model_cache, one_group
 
 BLOCK = 16
 LIMIT_MS = 10_000
@@ -45,6 +46,8 @@ class Request:
     request_id: str
     kv_transfer_params: dict[str, Any] | None
     num_prompt_tokens: int = 40
+    max_tokens: int = 5
+    prompt_token_ids: list[int] | None = None
     status: Any = field(default_factory=lambda: SimpleNamespace(name="RUNNING"))
 
 
@@ -75,17 +78,20 @@ def rank() -> Iterator[Rank0]:
     rank.close()
 
 
-def make_side(rank: Rank0, **changes: Any) -> SchedulerSide:
+def make_side(
+    rank: Rank0, tables: tuple[BlockTable, ...] = (BlockTable(0, BLOCK),), **changes: Any
+) -> SchedulerSide:
     config = EndpointConfig(EngineId("p"), "m", side_channel_host="127.0.0.1", side_channel_port=0)
     values = {"tp_size": 1, "recompute_threshold": 0, "may_receive": True} | changes
     side = SchedulerSide(
-        ConnectorSettings(endpoint=config, incarnation=Incarnation("life"), **values), BLOCK
+        ConnectorSettings(endpoint=config, incarnation=Incarnation("life"), **values)
     )
     geometries = instance_geometries(model_cache(), 1)
     cache, _ = make_instance(geometries)[Rank(0, 0)]
     offer = SimpleNamespace(
-        offer=rank_offer(cache, AgentName("a"), b"metadata", rank.port),
-        facts=facts_of("m", geometries),
+        offer=rank_offer(RankCache((cache,)), AgentName("a"), b"metadata", rank.port),
+        tables=tables,
+        facts=facts_of("m", one_group(geometries)),
         host="127.0.0.1",
         port=rank.port,
         token=rank.token,
@@ -143,10 +149,10 @@ def test_a_wanted_prompt_gets_the_blocks_after_the_local_hit(side, rank) -> None
     request = Request("d1", PUSH)
     side.on_new_request(request)
     assert isinstance(rank.next(), WantBegun)
-    assert side.num_external_tokens(request, 16) == 24
-    assert side.num_external_tokens(request, 16) == 24, "asking changes nothing"
-    side.on_allocated(request, ([5, 9, 3],), 24)
-    assert rank.next() == BlocksReserved("d1", ((9, 3),), TokenSpan(16, 40))
+    assert side.num_external_tokens(request, 16) == 23
+    assert side.num_external_tokens(request, 16) == 23, "asking changes nothing"
+    side.on_allocated(request, ([5, 9, 3],), 23)
+    assert rank.next() == BlocksReserved("d1", ((9, 3),), TokenSpan(16, 39))
     side.on_allocated(request, ([5, 9, 3],), 0)
     assert side.num_external_tokens(request, 0) == 0
     results = {"d1"}
@@ -170,7 +176,7 @@ def test_an_abort_while_waiting_reaches_the_courier(side, rank, allocated) -> No
     side.on_new_request(request)
     rank.next()
     if allocated:
-        side.on_allocated(request, ([5, 9, 3],), 40)
+        side.on_allocated(request, ([5, 9, 3],), 39)
         rank.next()
     assert finish(side, request, "FINISHED_ABORTED", [5, 9, 3]) == (False, None)
     assert rank.next() == RequestAborted("d1")
@@ -191,7 +197,7 @@ def test_a_short_rest_is_computed(rank) -> None:
         request = Request("d1", PUSH)
         side.on_new_request(request)
         assert side.num_external_tokens(request, 16) == 0
-        assert side.num_external_tokens(request, 0) == 40
+        assert side.num_external_tokens(request, 0) == 39
     finally:
         side.close()
 
@@ -269,3 +275,79 @@ def test_more_block_ids_than_fit_in_a_message_mean_a_local_prefill(side, rank) -
     side.on_new_request(request)
     assert side.num_external_tokens(request, 0) == 0
     assert rank.silent()
+
+
+WINDOWED = (
+    BlockTable(index=1, block_size=16),
+    BlockTable(index=0, block_size=16, window=20),
+    BlockTable(index=2, block_size=32, kernel_blocks=2, window=20),
+)
+
+
+@pytest.fixture
+def windowed(rank: Rank0) -> Iterator[SchedulerSide]:
+    side = make_side(rank, WINDOWED)
+    yield side
+    side.close()
+
+
+def test_a_prompt_with_windows_is_computed_short_of_its_last_token(windowed, rank) -> None:
+    """100 tokens, so P computes 99: the next query is at 99 and looks at 80 to 99.
+
+    vLLM drops blocks that end at 80 or before. With all 100 computed it would drop up to 81.
+    """
+    request = Request("r1", {"do_remote_decode": True}, 100, prompt_token_ids=list(range(100)))
+    request._all_token_ids = list(range(100))
+    windowed.on_new_request(request)
+    assert isinstance(rank.next(), HoldBegun)
+    assert request.prompt_token_ids == request._all_token_ids == list(range(99))
+    assert (request.num_prompt_tokens, request.max_tokens) == (99, 1)
+    request.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
+    blocks = ([0, 0, 0, 0, 0, 8, 9], [1, 2, 3, 4, 5, 6, 7], [0, 0, 10, 11])
+    lent, params = windowed.on_finished(request, blocks)
+    assert lent
+    ids = ((1, 2, 3, 4, 5, 6, 7), (8, 9), (21, 22))
+    assert rank.next() == PrefillFinished("r1", ids, 99)
+    assert parse_params(params, Limits()).block_ids == ids
+    assert params["remote_num_tokens"] == 99
+
+
+def test_a_prompt_without_windows_is_computed_whole(side, rank) -> None:
+    request = Request("r1", {"do_remote_decode": True}, 100, prompt_token_ids=list(range(100)))
+    side.on_new_request(request)
+    assert (request.num_prompt_tokens, request.max_tokens) == (100, 5)
+
+
+def test_a_prompt_that_cannot_be_shortened_is_left_alone(windowed, rank) -> None:
+    for request in (
+        Request("r1", {"do_remote_decode": True}, 1, prompt_token_ids=[7]),
+        Request("r2", {"do_remote_decode": True}, 100),
+    ):
+        before = request.num_prompt_tokens
+        windowed.on_new_request(request)
+        assert request.num_prompt_tokens == before
+
+
+@pytest.mark.parametrize(
+    ("cached", "ids"),
+    [
+        (0, ((1, 2, 3, 4, 5, 6, 7), (8, 9), (21, 22))),
+        (64, ((5, 6, 7), (8, 9), (21, 22))),
+        (96, ((7,), (9,), (22,))),
+    ],
+)
+def test_each_group_receives_what_the_last_token_looks_at(windowed, rank, cached, ids) -> None:
+    request = Request("d1", PUSH, 100)
+    windowed.on_new_request(request)
+    rank.next()
+    assert windowed.num_external_tokens(request, cached) == 99 - cached
+    blocks = ([0, 0, 0, 0, 0, 8, 9, 12], [1, 2, 3, 4, 5, 6, 7, 13], [0, 0, 10, 11])
+    windowed.on_allocated(request, blocks, 99 - cached)
+    assert rank.next() == BlocksReserved("d1", ids, TokenSpan(cached, 99))
+
+
+def test_a_local_hit_that_ends_inside_a_group_s_block_is_computed(windowed, rank) -> None:
+    request = Request("d1", PUSH, 100)
+    windowed.on_new_request(request)
+    rank.next()
+    assert windowed.num_external_tokens(request, 48) == 0

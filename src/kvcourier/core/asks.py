@@ -61,8 +61,8 @@ class Asks:
                     address=want.address,
                     route=route,
                     own_block_ids=want.block_ids,
-                    own_first_token=want.span.start,
                     peer_block_ids=want.intent.block_ids,
+                    num_held=want.intent.num_tokens or want.span.stop,
                     span=want.span,
                 )
             )

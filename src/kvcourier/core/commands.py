@@ -52,7 +52,7 @@ class SendNotification:
 
 @dataclass(frozen=True, slots=True)
 class PostWrite:
-    """WRITE our blocks into a peer's.
+    """WRITE our blocks, which hold the first `num_held` tokens, into a peer's.
 
     Answered by TransferPosted or PostRefused; after TransferPosted, by TransferCompleted or
     TransferFailed. `notice` arrives with the bytes.
@@ -63,23 +63,27 @@ class PostWrite:
     address: InstanceAddress
     route: Route
     own_block_ids: BlockGroups
+    num_held: int
     peer_block_ids: BlockGroups
-    peer_first_token: int
     span: TokenSpan
     notice: Landed
 
 
 @dataclass(frozen=True, slots=True)
 class PostRead:
-    """READ a peer's blocks into ours; answered like PostWrite."""
+    """READ a peer's blocks, which hold the first `num_held` tokens, into ours.
+
+    Answered like PostWrite. `span` is what the reading side wants, in both; the route says how
+    much of it moves.
+    """
 
     operation_id: OperationId
     peer: PeerRank
     address: InstanceAddress
     route: Route
     own_block_ids: BlockGroups
-    own_first_token: int
     peer_block_ids: BlockGroups
+    num_held: int
     span: TokenSpan
 
 

@@ -125,6 +125,8 @@ class Deliveries:
     def _problem(self, delivery: Delivery, peer: Peer) -> str:
         message = delivery.registration.message
         wanted = message.first_token + message.num_tokens
+        if peer.why_not_from_us:
+            return peer.why_not_from_us
         if not peer.routes_from_us.get(delivery.registration.peer.rank):
             return "this rank holds nothing that rank wants"
         if wanted > delivery.hold.num_tokens:
@@ -142,11 +144,12 @@ class Deliveries:
             tuple(BlockId(block) for block in group) for group in message.local_block_ids
         )
         for index, route in enumerate(peer.routes_from_us[registration.peer.rank]):
+            moved = route.needed(span)
             notice = Landed(
                 self._space.sender,
                 message.request_id,
-                span.start,
-                len(span),
+                moved.start,
+                len(moved),
                 route=index,
                 epoch=message.epoch,
             )
@@ -157,8 +160,8 @@ class Deliveries:
                     address=registration.address,
                     route=route,
                     own_block_ids=delivery.hold.block_ids,
+                    num_held=delivery.hold.num_tokens,
                     peer_block_ids=blocks,
-                    peer_first_token=message.first_token,
                     span=span,
                     notice=notice,
                 )

@@ -55,7 +55,7 @@ from kvcourier.core.wants import WriteTarget
 from kvcourier.core.workspace import Counted, TimerKind, Workspace
 from kvcourier.errors import MappingError
 from kvcourier.ids import InstanceAddress, PeerRank, Rank, RequestId
-from kvcourier.layout.geometry import CacheGeometry
+from kvcourier.layout.geometry import GroupGeometries
 
 _MAX_OPEN_BEATS = 4096
 
@@ -66,7 +66,7 @@ class Endpoint:
     Args:
         me: this rank of this life of this instance.
         address: where our instance's handshake server listens, told to peers.
-        geometries: cache shape of every rank of our instance.
+        geometries: cache groups of every rank of our instance.
         timing: every duration of the protocol.
         limits: bounds on what peers may send and make us keep.
     """
@@ -75,7 +75,7 @@ class Endpoint:
         self,
         me: PeerRank,
         address: InstanceAddress,
-        geometries: Mapping[Rank, CacheGeometry],
+        geometries: Mapping[Rank, GroupGeometries],
         timing: Timing,
         limits: Limits,
     ) -> None:

@@ -19,13 +19,17 @@ from kvcourier.ids import (
     RequestId,
     TransferKey,
 )
-from kvcourier.layout.geometry import CacheGeometry, TokenSpan
+from kvcourier.layout.geometry import GroupGeometries, TokenSpan
 
 OperationId = NewType("OperationId", int)
 """The core's name for one posted operation."""
 
 BlockGroups = tuple[tuple[BlockId, ...], ...]
-"""Block ids per cache group."""
+"""Block ids per cache group, each list in token order.
+
+Where a group has a sliding window, its list begins with the block of the first position needed
+(`TokenSpan.needed`); other lists begin with the first position of their span.
+"""
 
 
 # From the engine.
@@ -100,7 +104,7 @@ class PeerConnected:
     address: InstanceAddress
     incarnation: Incarnation
     modes: frozenset[TransferMode]
-    geometries: Mapping[Rank, CacheGeometry]
+    geometries: Mapping[Rank, GroupGeometries]
 
 
 @dataclass(frozen=True, slots=True)

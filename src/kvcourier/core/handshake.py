@@ -10,6 +10,7 @@ version is refused by name and not as "malformed".
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from typing import Annotated
 
 import msgspec
@@ -25,6 +26,8 @@ from kvcourier.layout.geometry import (
     CacheKind,
     CacheLayout,
     CachePlacement,
+    GroupCache,
+    GroupGeometries,
     MemoryKind,
     RankCache,
     Region,
@@ -34,7 +37,11 @@ Bytes63 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What must be equal on both sides, whatever their TP, PP, block sizes and layouts."""
+    """What must be equal on both sides, whatever their TP, PP, block sizes and layouts.
+
+    The shape is the first layer's. What else must be equal, layer by layer, is looked at when the
+    offers are there (layout.routes).
+    """
 
     model: Text
     kind: CacheKind
@@ -46,19 +53,25 @@ class Facts(msgspec.Struct, frozen=True):
     cache_format: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
-class GeometryOffer(msgspec.Struct, frozen=True):
-    """One rank's share and its place in memory; see layout.geometry for the meaning."""
+class GroupOffer(msgspec.Struct, frozen=True):
+    """One cache group's share and its place in memory; see layout.geometry for the meaning."""
 
+    kind: CacheKind
     layers: list[Index]
+    num_kv_heads: Index
     head_start: Index
     head_stop: Index
+    head_dim: Index
+    dtype: Text
+    itemsize: Index
     block_size: Index
     num_blocks: Index
     cache_layout: CacheLayout
+    window: Index | None
+    num_reserved_blocks: Index
     placement_region: list[Index]
     placement_offset: list[Bytes63]
     placement_stride: list[Bytes63]
-    regions: list[tuple[Bytes63, Bytes63, MemoryKind, Index]]
 
 
 class StagingOffer(msgspec.Struct, frozen=True):
@@ -81,7 +94,8 @@ class RankOffer(msgspec.Struct, frozen=True):
     agent_name: Text
     agent_metadata: bytes
     side_channel_port: Port
-    cache: GeometryOffer
+    groups: list[GroupOffer]
+    regions: list[tuple[Bytes63, Bytes63, MemoryKind, Index]]
     staging: StagingOffer | None = None
 
 
@@ -159,9 +173,9 @@ class PeerInstance:
     ranks: Mapping[Rank, RankContact]
 
     @property
-    def geometries(self) -> dict[Rank, CacheGeometry]:
-        """Each rank's logical cache shape."""
-        return {rank: contact.cache.geometry for rank, contact in self.ranks.items()}
+    def geometries(self) -> dict[Rank, GroupGeometries]:
+        """The logical shape of each rank's cache groups."""
+        return {rank: contact.cache.geometries for rank, contact in self.ranks.items()}
 
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -184,10 +198,13 @@ def judge(ours: Facts, theirs: Facts) -> Compatibility:
     )
 
 
-def facts_of(model: str, geometries: Mapping[Rank, CacheGeometry], cache_format: str = "") -> Facts:
+def facts_of(
+    model: str, geometries: Mapping[Rank, GroupGeometries], cache_format: str = ""
+) -> Facts:
     """The facts of an instance, from what its ranks hold."""
-    first = next(iter(geometries.values()))
-    layers = {layer for geometry in geometries.values() for layer in geometry.layers}
+    held = [geometry for groups in geometries.values() for geometry in groups]
+    first = min(held, key=lambda geometry: min(geometry.layers))
+    layers = {layer for geometry in held for layer in geometry.layers}
     return Facts(
         model=model,
         kind=first.kind,
@@ -266,7 +283,7 @@ def read_answer(payload: bytes, engine_id: EngineId, facts: Facts, limits: Limit
         tp_size=offer.tp_size,
         pp_size=offer.pp_size,
         modes=frozenset(offer.modes),
-        ranks={Rank(*rank.rank): _contact(rank, offer.facts, limits) for rank in offer.ranks},
+        ranks={Rank(*rank.rank): _contact(rank, limits) for rank in offer.ranks},
     )
 
 
@@ -278,25 +295,24 @@ def rank_offer(
     staging: StagingOffer | None = None,
 ) -> RankOffer:
     """One rank's part of an offer."""
-    geometry, placement = cache.geometry, cache.placement
     return RankOffer(
         rank=(cache.rank.pp_rank, cache.rank.tp_rank),
         agent_name=agent_name,
         agent_metadata=agent_metadata,
         side_channel_port=side_channel_port,
-        cache=GeometryOffer(
-            layers=list(geometry.layers),
-            head_start=geometry.head_start,
-            head_stop=geometry.head_stop,
-            block_size=geometry.block_size,
-            num_blocks=geometry.num_blocks,
-            cache_layout=geometry.cache_layout,
-            placement_region=placement.region.ravel().tolist(),
-            placement_offset=placement.offset_bytes.ravel().tolist(),
-            placement_stride=placement.block_stride_bytes.ravel().tolist(),
-            regions=[(r.address, r.size_bytes, r.memory, r.device_id) for r in cache.regions],
-        ),
+        groups=[_group_offer(group.geometry, group.placement) for group in cache.groups],
+        regions=[(r.address, r.size_bytes, r.memory, r.device_id) for r in cache.regions],
         staging=staging,
+    )
+
+
+def _group_offer(geometry: CacheGeometry, placement: CachePlacement) -> GroupOffer:
+    fields = {field.name: getattr(geometry, field.name) for field in fields_of(CacheGeometry)}
+    return GroupOffer(
+        **fields | {"layers": list(geometry.layers)},
+        placement_region=placement.region.ravel().tolist(),
+        placement_offset=placement.offset_bytes.ravel().tolist(),
+        placement_stride=placement.block_stride_bytes.ravel().tolist(),
     )
 
 
@@ -327,49 +343,41 @@ def _topology_reasons(offer: Offer, limits: Limits) -> list[str]:
     return []
 
 
-def _contact(offer: RankOffer, facts: Facts, limits: Limits) -> RankContact:
-    shape = (len(offer.cache.layers), facts.kind.num_planes)
-    cells = shape[0] * shape[1]
-    arrays = (
-        offer.cache.placement_region,
-        offer.cache.placement_offset,
-        offer.cache.placement_stride,
-    )
-    if any(len(array) != cells for array in arrays):
-        raise HandshakeRejected([f"placement of rank {offer.rank}: expected {cells} entries each"])
-    region, offset, stride = (np.array(array, dtype=np.int64).reshape(shape) for array in arrays)
-    cache = RankCache(
-        rank=Rank(*offer.rank),
-        geometry=CacheGeometry(
-            kind=facts.kind,
-            layers=tuple(offer.cache.layers),
-            num_kv_heads=facts.num_kv_heads,
-            head_start=offer.cache.head_start,
-            head_stop=offer.cache.head_stop,
-            head_dim=facts.head_dim,
-            dtype=facts.dtype,
-            itemsize=facts.itemsize,
-            block_size=offer.cache.block_size,
-            num_blocks=offer.cache.num_blocks,
-            cache_layout=offer.cache.cache_layout,
-        ),
-        placement=CachePlacement(region, offset, stride),
-        regions=tuple(Region(*entry) for entry in offer.cache.regions),
-    )
+def _contact(offer: RankOffer, limits: Limits) -> RankContact:
+    rank = Rank(*offer.rank)
+    if not offer.groups:
+        raise HandshakeRejected([f"rank {rank}: expected a cache group at least, found none"])
+    regions = tuple(Region(*entry) for entry in offer.regions)
+    cache = RankCache(tuple(_group(rank, group, regions) for group in offer.groups))
     try:
         validate_cache(cache, limits)
     except MappingError as error:
-        raise HandshakeRejected([f"rank {cache.rank}: {error}"]) from None
+        raise HandshakeRejected([f"rank {rank}: {error}"]) from None
     staging = offer.staging
     if staging is not None and staging.num_slots > limits.max_slots:
         raise HandshakeRejected(
             [
-                f"staging of rank {cache.rank}: at most {limits.max_slots} slots are taken, "
+                f"staging of rank {rank}: at most {limits.max_slots} slots are taken, "
                 f"{staging.num_slots} there"
             ]
         )
     return RankContact(
         cache, AgentName(offer.agent_name), offer.agent_metadata, offer.side_channel_port, staging
+    )
+
+
+def _group(rank: Rank, offer: GroupOffer, regions: tuple[Region, ...]) -> GroupCache:
+    shape = (len(offer.layers), offer.kind.num_planes)
+    cells = shape[0] * shape[1]
+    arrays = (offer.placement_region, offer.placement_offset, offer.placement_stride)
+    if any(len(array) != cells for array in arrays):
+        raise HandshakeRejected([f"placement of rank {rank}: expected {cells} entries each"])
+    geometry = {field.name: getattr(offer, field.name) for field in fields_of(CacheGeometry)}
+    return GroupCache(
+        rank,
+        CacheGeometry(**geometry | {"layers": tuple(offer.layers)}),
+        CachePlacement(*(np.array(array, dtype=np.int64).reshape(shape) for array in arrays)),
+        regions,
     )
 
 

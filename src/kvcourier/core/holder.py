@@ -421,9 +421,6 @@ class Holder:
 
 def _problem(message: Register) -> str:
     """What is wrong with a registration by itself, or nothing."""
-    if len(message.local_block_ids) != 1:
-        groups = len(message.local_block_ids)
-        return f"local_block_ids: one cache group is supported, found {groups}"
     if message.num_tokens == 0:
         return "num_tokens: expected at least 1, found 0"
     if tuple(message.sender.rank) not in {tuple(pair) for pair in message.consumers}:

@@ -25,7 +25,8 @@ from kvcourier.ids import (
 )
 
 PROTOCOL_VERSION = 2
-"""1: first version. 2: packed streams, and staging memory in a rank's offer."""
+"""1: first version. 2: offers have cache groups and staging memory, lists of block ids begin with
+the window, packed streams."""
 
 REGISTRATION_PREFIX = b"PUSH_REG:"
 """Starts a registration's notification, as in vLLM, so that a foreign one is recognised."""
@@ -74,7 +75,8 @@ class Register(Message, frozen=True, tag="register"):
     """Wanter to holder (NIXL notification): write this prompt's KV into my reserved blocks.
 
     Acknowledged by `Registered`, resent until then, idempotent. `request_id` is the wanter's.
-    `local_block_ids` cover positions from `first_token` on, one list per cache group.
+    `local_block_ids` cover positions from `first_token` on, one list per cache group; that of a
+    group with a sliding window begins with the block of the first position needed.
     `consumers` are all ranks of the wanter that take something from the addressed holder rank;
     the holder is done with the hold when all of them are served.
     """

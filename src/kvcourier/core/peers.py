@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvcourier.config import TransferMode
+from kvcourier.errors import MappingError
 from kvcourier.ids import Incarnation, InstanceAddress, PeerRank, Rank, RequestId
-from kvcourier.layout.geometry import CacheGeometry
-from kvcourier.layout.routes import Route, consumers_of, route
+from kvcourier.layout.geometry import GroupGeometries
+from kvcourier.layout.routes import Geometries, Route, consumers_of, route
 
 
 class PeerState(enum.StrEnum):
@@ -37,6 +38,10 @@ class Peer:
     """Which ranks of *our* instance take from each of its ranks."""
     routes_from_us: dict[Rank, tuple[Route, ...]] = field(default_factory=dict)
     """What each of its ranks would take from us (we hold, it wants)."""
+    why_not_to_us: str = ""
+    """Why we can take nothing from it, if so: it keeps shorter windows."""
+    why_not_from_us: str = ""
+    """Why it can take nothing from us, if so."""
     users: set[RequestId] = field(default_factory=set)
 
     def rank(self, rank: Rank) -> PeerRank:
@@ -48,16 +53,25 @@ class Peer:
         self,
         incarnation: Incarnation,
         modes: frozenset[TransferMode],
-        theirs: Mapping[Rank, CacheGeometry],
-        ours: Mapping[Rank, CacheGeometry],
+        theirs: Mapping[Rank, GroupGeometries],
+        ours: Mapping[Rank, GroupGeometries],
         own_rank: Rank,
     ) -> None:
         """Fill the maps. Raises MappingError, naming what does not fit, and changes nothing.
 
+        Where one side keeps all positions of a layer and the other a window, only the latter can
+        take from the former; that there is one direction is enough.
+
         A source rank that nobody takes from (replicated KV) is given to our first rank, which
         then frees it: somebody must, or its blocks stay until the lease ends (vllm#36958).
         """
-        to_us, from_us = route(theirs, ours), route(ours, theirs)
+        (to_us, why_not_to_us), (from_us, why_not_from_us) = (
+            _routes(theirs, ours),
+            _routes(ours, theirs),
+        )
+        if why_not_to_us and why_not_from_us:
+            raise MappingError(why_not_to_us)
+        self.why_not_to_us, self.why_not_from_us = why_not_to_us, why_not_from_us
         first = min(ours)
         self.consumers = {rank: consumers_of(to_us, rank) or (first,) for rank in theirs}
         self.routes_to_us = _grouped((e.source, e) for e in to_us if e.target == own_rank)
@@ -95,6 +109,14 @@ class PeerTable:
     def remove(self, address: InstanceAddress) -> Peer | None:
         """Forget an entry; returns it."""
         return self._peers.pop(address, None)
+
+
+def _routes(sources: Geometries, targets: Geometries) -> tuple[tuple[Route, ...], str]:
+    """All routes, or none and the reason."""
+    try:
+        return route(sources, targets), ""
+    except MappingError as error:
+        return (), str(error)
 
 
 def _grouped(entries: Iterable[tuple[Rank, Route]]) -> dict[Rank, tuple[Route, ...]]:

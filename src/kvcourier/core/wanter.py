@@ -19,6 +19,7 @@ from kvcourier.core.events import BlocksReserved, WantBegun
 from kvcourier.core.lifecycle import WantEvent, WantState
 from kvcourier.core.messages import Fail, Fenced, Landed, Registered, RenewItem
 from kvcourier.core.outcomes import Outcome, Side
+from kvcourier.core.params import PullIntent
 from kvcourier.core.peers import Peer, PeerState
 from kvcourier.core.wants import Link, Want, WriteTarget
 from kvcourier.core.workspace import Counted, Owner, TimerKind, Workspace
@@ -149,7 +150,7 @@ class Wanter:
         ):
             return None
         route = link.routes[message.route]
-        return WriteTarget(want.request_id, route, want.block_ids, want.span.start, span)
+        return WriteTarget(want.request_id, route, want.block_ids, want.span, span)
 
     def on_fail(self, message: Fail) -> None:
         """A source rank will not write."""
@@ -333,7 +334,7 @@ class Wanter:
             TimerKind.WANT, want.request_id, self._space.timing.push_registration_timeout
         )
         for link in want.sources:
-            link.coverage = [Coverage(route.layers, want.span) for route in link.routes]
+            link.coverage = [Coverage(each.layers, each.needed(want.span)) for each in link.routes]
             link.may_write = True
             self._asks.register(want, link)
         self._space.set_timer(TimerKind.RESEND, want.request_id, self._space.timing.resend_s)
@@ -486,4 +487,11 @@ def _mismatch(want: Want, peer: Peer) -> str:
         return f"mode: {_mode(want)} asked for, {', '.join(sorted(peer.modes))} there"
     if _is_outdated(want, peer):
         return "the prefill instance was restarted since; its KV is gone"
+    if peer.why_not_to_us or not isinstance(want.intent, PullIntent):
+        return peer.why_not_to_us
+    num_held = want.intent.num_tokens
+    if num_held is None and any(route.window for link in want.sources for route in link.routes):
+        return "remote_num_tokens: needed to know where a window's blocks begin, found none"
+    if num_held is not None and want.span.stop > num_held:
+        return f"{want.span.stop} tokens are wanted, {num_held} were computed"
     return ""

@@ -53,14 +53,14 @@ class WriteTarget:
     """Blocks of a registered request that a tile of one route goes to.
 
     Attributes:
-        first_token: absolute position of the first slot of `block_ids`.
+        wanted: positions that `block_ids` were reserved for.
         span: positions of the tile.
     """
 
     request_id: RequestId
     route: Route
     block_ids: BlockGroups
-    first_token: int
+    wanted: TokenSpan
     span: TokenSpan
 
 

@@ -20,7 +20,7 @@ from kvcourier.core.outcomes import Outcome, Report, Side
 from kvcourier.core.peers import Peer, PeerState, PeerTable
 from kvcourier.core.stories import StoryBook
 from kvcourier.ids import InstanceAddress, PeerRank, Rank, RequestId
-from kvcourier.layout.geometry import CacheGeometry
+from kvcourier.layout.geometry import GroupGeometries
 
 
 class Counted(enum.StrEnum):
@@ -60,7 +60,7 @@ class Workspace:
     def __init__(
         self,
         me: PeerRank,
-        geometries: Mapping[Rank, CacheGeometry],
+        geometries: Mapping[Rank, GroupGeometries],
         timing: Timing,
         limits: Limits,
     ) -> None:

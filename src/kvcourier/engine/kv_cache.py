@@ -18,6 +18,7 @@ from kvcourier.layout.geometry import (
     CacheKind,
     CacheLayout,
     CachePlacement,
+    GroupCache,
     MemoryKind,
     RankCache,
     Region,
@@ -172,4 +173,4 @@ class KVCache:
             )
             for tensor in tensors
         )
-        return RankCache(rank, geometry, placement, regions)
+        return RankCache((GroupCache(rank, geometry, placement, regions),))

@@ -12,13 +12,15 @@ equal on both sides goes into `compatibility.EQUAL_FIELDS`; a new bound on a pee
 """
 
 from kvcourier.layout.bind import BoundPieces, bind, estimate_pieces
-from kvcourier.layout.blocks import BlockRun
+from kvcourier.layout.blocks import BlockRun, block_run
 from kvcourier.layout.compatibility import differing_fields, require_same_model
 from kvcourier.layout.geometry import (
     CacheGeometry,
     CacheKind,
     CacheLayout,
     CachePlacement,
+    GroupCache,
+    GroupGeometries,
     Int64Array,
     MemoryKind,
     RankCache,
@@ -44,6 +46,8 @@ __all__ = [
     "CacheKind",
     "CacheLayout",
     "CachePlacement",
+    "GroupCache",
+    "GroupGeometries",
     "Int64Array",
     "MappingPlan",
     "MemoryKind",
@@ -55,6 +59,7 @@ __all__ = [
     "Route",
     "TokenSpan",
     "bind",
+    "block_run",
     "consumers_of",
     "differing_fields",
     "estimate_pieces",

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvcourier.errors import MappingError
 from kvcourier.layout.blocks import BlockRun, UnitPlaces, locate, require_distinct, units_of
-from kvcourier.layout.geometry import Int64Array, MemoryKind, RankCache, TokenSpan
+from kvcourier.layout.geometry import GroupCache, Int64Array, MemoryKind, TokenSpan
 from kvcourier.layout.plan import MappingPlan
 from kvcourier.layout.planes import Planes, planes_of, selected_layers
 
@@ -46,8 +46,8 @@ class BoundPieces:
 
 def bind(
     plan: MappingPlan,
-    source: RankCache,
-    target: RankCache,
+    source: GroupCache,
+    target: GroupCache,
     source_blocks: BlockRun,
     target_blocks: BlockRun,
     span: TokenSpan,
@@ -97,8 +97,8 @@ def bind(
 
 def estimate_pieces(
     plan: MappingPlan,
-    source: RankCache,
-    target: RankCache,
+    source: GroupCache,
+    target: GroupCache,
     source_blocks: BlockRun,
     target_blocks: BlockRun,
     span: TokenSpan,

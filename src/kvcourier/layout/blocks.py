@@ -4,13 +4,14 @@ Decides the pairing of two lists of blocks: both are asked for the same units, b
 position. Refuses to know layers, planes and addresses.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from kvcourier.errors import MappingError
-from kvcourier.layout.geometry import Int64Array, RankCache, TokenSpan
+from kvcourier.layout.geometry import GroupCache, Int64Array, RankCache, TokenSpan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,6 +26,35 @@ class BlockRun:
 
     block_ids: Int64Array
     first_token: int
+
+
+def block_run(
+    side: str,
+    cache: RankCache,
+    group: int,
+    block_ids: Sequence[Sequence[int]],
+    span: TokenSpan,
+) -> BlockRun:
+    """One group's blocks of a request.
+
+    Args:
+        side: what to call this side in an error.
+        cache: cache of this side.
+        group: index of the group.
+        block_ids: a list per group, from the first block on that holds what is needed of `span`.
+        span: positions that this side holds, or wants.
+
+    Raises:
+        MappingError: there is not one list for each group.
+    """
+    if len(block_ids) != len(cache.groups):
+        raise MappingError(
+            f"{side} blocks: expected a list for each of {len(cache.groups)} cache groups on rank "
+            f"{cache.rank}, found {len(block_ids)}"
+        )
+    geometry = cache.groups[group].geometry
+    first_token = span.needed(geometry.window, geometry.block_size).start
+    return BlockRun(np.array(block_ids[group], np.int64), first_token)
 
 
 def units_of(span: TokenSpan, unit_tokens: int) -> range:
@@ -64,7 +94,7 @@ class UnitPlaces(NamedTuple):
 
 
 def locate(
-    side: str, cache: RankCache, run: BlockRun, units: range, unit_tokens: int
+    side: str, cache: GroupCache, run: BlockRun, units: range, unit_tokens: int
 ) -> UnitPlaces:
     """Find the blocks that hold these units.
 
@@ -98,10 +128,11 @@ def locate(
         )
     blocks = np.asarray(run.block_ids[first_block:stop_block], np.int64)
     low, high = int(blocks.min()), int(blocks.max())
-    if low < 0 or high >= cache.geometry.num_blocks:
+    lowest = cache.geometry.num_reserved_blocks
+    if low < lowest or high >= cache.geometry.num_blocks:
         raise MappingError(
-            f"{side} blocks: expected ids from 0 to {cache.geometry.num_blocks - 1} on rank "
-            f"{cache.rank}, found {low if low < 0 else high}"
+            f"{side} blocks: expected ids from {lowest} to {cache.geometry.num_blocks - 1} on rank "
+            f"{cache.rank}, found {low if low < lowest else high}"
         )
     if units_per_block == 1:
         return UnitPlaces(blocks, blocks, None)

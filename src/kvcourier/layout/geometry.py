@@ -1,7 +1,7 @@
 """What one rank's KV cache looks like: the logical shape, and where it lies in memory.
 
 Decides the vocabulary of the mapping: layers, planes (K and V, or one latent plane), heads,
-tokens, blocks. Refuses to know about requests, peers and how bytes are moved.
+tokens, blocks, and cache groups. Refuses to know about requests, peers and how bytes are moved.
 
 A *plane* is one of the independent arrays of a layer: K and V for ordinary attention, a single
 one for a latent (MLA) cache. Inside a block, a plane is contiguous: ``[token, head, lane]`` for
@@ -50,7 +50,7 @@ class MemoryKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CacheGeometry:
-    """Logical shape of one rank's KV cache for one cache group.
+    """Logical shape of one cache group of one rank: layers that share their blocks.
 
     Attributes:
         kind: K and V, or one latent plane.
@@ -64,6 +64,10 @@ class CacheGeometry:
         block_size: tokens per block.
         num_blocks: blocks in the cache.
         cache_layout: order of dimensions inside a block.
+        window: positions that a query looks at, its own included; None where it looks at all
+            before it. Blocks that no later query can look at may be anybody's.
+        num_reserved_blocks: blocks from 0 on that never belong to a request, such as vLLM's null
+            block, which stands for those out of the window.
     """
 
     kind: CacheKind
@@ -77,6 +81,8 @@ class CacheGeometry:
     block_size: int
     num_blocks: int
     cache_layout: CacheLayout
+    window: int | None = None
+    num_reserved_blocks: int = 0
 
     @property
     def num_heads(self) -> int:
@@ -92,6 +98,10 @@ class CacheGeometry:
     def block_bytes(self) -> int:
         """Bytes of one block of one plane of one layer."""
         return self.block_size * self.num_heads * self.cell_bytes
+
+
+GroupGeometries = tuple[CacheGeometry, ...]
+"""The cache groups of one rank, in the order of its lists of block ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +129,39 @@ class CachePlacement:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RankCache:
-    """Everything a peer needs to address one rank's cache."""
+class GroupCache:
+    """Everything needed to address one cache group of one rank."""
 
     rank: Rank
     geometry: CacheGeometry
     placement: CachePlacement
     regions: tuple[Region, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankCache:
+    """Everything a peer needs to address one rank's cache: all its groups, at least one.
+
+    The groups have the same regions. They may lie in the same bytes of them and take their blocks
+    from one pool, as in vLLM: what keeps them apart is that a block id is in use in one group.
+    """
+
+    groups: tuple[GroupCache, ...]
+
+    @property
+    def rank(self) -> Rank:
+        """Whose cache it is."""
+        return self.groups[0].rank
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """All memory of the rank's cache."""
+        return self.groups[0].regions
+
+    @property
+    def geometries(self) -> GroupGeometries:
+        """Logical shape of each group."""
+        return tuple(group.geometry for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +173,15 @@ class TokenSpan:
 
     def __len__(self) -> int:
         return max(0, self.stop - self.start)
+
+    def needed(self, window: int | None, unit_tokens: int) -> "TokenSpan":
+        """The part that a query at `stop` or later can look at, from the border of a unit on.
+
+        With a window of w, the first such query looks at positions from `stop - w + 1` on. This
+        is what an engine keeps, what its lists of blocks begin with (a unit is a block there),
+        and what moves (a unit is that of the mapping).
+        """
+        if window is None:
+            return self
+        first = self.stop - window + 1
+        return TokenSpan(max(self.start, first - first % unit_tokens), self.stop)

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvcourier.errors import MappingError
 from kvcourier.layout.blocks import BlockRun, locate, require_distinct, units_of
-from kvcourier.layout.geometry import CacheGeometry, Int64Array, MemoryKind, RankCache, TokenSpan
+from kvcourier.layout.geometry import CacheGeometry, GroupCache, Int64Array, MemoryKind, TokenSpan
 from kvcourier.layout.plan import MappingPlan
 from kvcourier.layout.planes import planes_of, selected_layers
 
@@ -89,7 +89,7 @@ class Parcel(NamedTuple):
 
 def pack_source(
     plan: MappingPlan,
-    source: RankCache,
+    source: GroupCache,
     blocks: BlockRun,
     span: TokenSpan,
     layers: Sequence[int] | None = None,
@@ -123,7 +123,7 @@ def pack_source(
 
 def pack_target(
     plan: MappingPlan,
-    target: RankCache,
+    target: GroupCache,
     blocks: BlockRun,
     span: TokenSpan,
     layers: Sequence[int] | None = None,
@@ -180,7 +180,7 @@ class _Half(NamedTuple):
 def _pack(
     half: _Half,
     plan: MappingPlan,
-    cache: RankCache,
+    cache: GroupCache,
     blocks: BlockRun,
     span: TokenSpan,
     layers: Sequence[int] | None,

@@ -5,7 +5,6 @@ on either side. Refuses to know addresses and block ids, so one plan serves ever
 two ranks.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,7 +27,7 @@ class MappingPlan:
         source: geometry of the rank that has the bytes.
         target: geometry of the rank that wants them.
         route: layers and heads that move.
-        unit_tokens: tokens of a unit, the greatest common divisor of the block sizes.
+        unit_tokens: tokens of a unit; the route's.
         source_rows: placement row of each of `route.layers` on the source side.
         target_rows: the same on the target side.
         source_offsets: bytes from the unit's start in its block, one per piece, ascending.
@@ -61,8 +60,8 @@ def plan_mapping(source: CacheGeometry, target: CacheGeometry, route: Route) -> 
     """Plan one route between two ranks; quick, and worth keeping per pair of ranks.
 
     Args:
-        source: geometry of rank `route.source`.
-        target: geometry of rank `route.target`.
+        source: geometry of group `route.source_group` of rank `route.source`.
+        target: geometry of group `route.target_group` of rank `route.target`.
         route: one of the routes that `routes.route` gives for the two instances.
 
     Raises:
@@ -72,7 +71,7 @@ def plan_mapping(source: CacheGeometry, target: CacheGeometry, route: Route) -> 
     require_same_model(source, target)
     source_rows = _rows("source", source, route)
     target_rows = _rows("target", target, route)
-    unit_tokens = math.gcd(source.block_size, target.block_size)
+    unit_tokens = route.unit_tokens
     num_heads = route.head_stop - route.head_start
     source_strides = _strides(source)
     target_strides = _strides(target)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcourier.errors import MappingError
-from kvcourier.layout.geometry import Int64Array, MemoryKind, RankCache
+from kvcourier.layout.geometry import GroupCache, Int64Array, MemoryKind
 from kvcourier.layout.plan import MappingPlan
 
 
@@ -41,7 +41,7 @@ def selected_layers(plan: MappingPlan, layers: Sequence[int] | None) -> slice | 
     return [row for row, layer in enumerate(plan.route.layers) if layer in wanted]
 
 
-def planes_of(side: str, cache: RankCache, rows: Int64Array) -> Planes:
+def planes_of(side: str, cache: GroupCache, rows: Int64Array) -> Planes:
     """Planes of these placement rows of a cache.
 
     Args:

@@ -1,19 +1,23 @@
 """Which target rank takes which layers and KV heads from which source rank.
 
-Decides an exact cover of every target rank's (layer, head) cells by source ranks that hold them.
-Refuses to know blocks, bytes and addresses. Both instances compute it for themselves and must
-agree, so the result depends on nothing but the two arguments.
+Decides an exact cover of every target rank's (layer, head) cells by source ranks that hold them,
+and which positions of a prompt each part needs. Cache groups are paired by the layers they hold,
+so both instances may group them in their own way. Refuses to know blocks, bytes and addresses.
+Both instances compute it for themselves and must agree, so the result depends on nothing but the
+two arguments.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from kvcourier.errors import MappingError
 from kvcourier.ids import Rank
 from kvcourier.layout.compatibility import require_same_model
-from kvcourier.layout.geometry import CacheGeometry
+from kvcourier.layout.geometry import CacheGeometry, GroupGeometries, TokenSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,11 @@ class Route:
         layers: global layer indices, ascending.
         head_start: first global KV head.
         head_stop: one past the last.
+        source_group: cache group of the layers on the source rank.
+        target_group: cache group of the layers on the target rank.
+        unit_tokens: tokens of a unit, the greatest common divisor of the block sizes: it never
+            crosses a block border on either side.
+        window: the target's sliding window in tokens; None if it looks at all positions.
     """
 
     source: Rank
@@ -33,9 +42,24 @@ class Route:
     layers: tuple[int, ...]
     head_start: int
     head_stop: int
+    source_group: int
+    target_group: int
+    unit_tokens: int
+    window: int | None
+
+    def needed(self, wanted: TokenSpan) -> TokenSpan:
+        """What moves where the target wants the positions of `wanted` and goes on after them."""
+        return wanted.needed(self.window, self.unit_tokens)
 
 
-Geometries = Mapping[Rank, CacheGeometry]
+Geometries = Mapping[Rank, GroupGeometries]
+
+
+class _Place(NamedTuple):
+    """Where a layer is held."""
+
+    rank: Rank
+    group: int
 
 
 def route(sources: Geometries, targets: Geometries) -> tuple[Route, ...]:
@@ -46,30 +70,47 @@ def route(sources: Geometries, targets: Geometries) -> tuple[Route, ...]:
     evenly over the replicas.
 
     Args:
-        sources: geometry of *every* rank of the instance that has the bytes.
-        targets: geometry of *every* rank of the instance that wants them.
+        sources: geometries of *every* rank of the instance that has the bytes.
+        targets: geometries of *every* rank of the instance that wants them.
 
     Returns:
-        Routes in order of target rank, then layer, then head.
+        Routes in order of target rank, then group, then layer, then head.
 
     Raises:
         MappingError: the caches are of different models, a rank's geometry contradicts itself,
-            a layer is held on one side only, or nobody holds a head.
+            a layer is held on one side only, nobody holds a head, or the source keeps fewer
+            positions of a layer than the target needs.
     """
     _check_instances(sources, targets)
     holders_of_layer = _holders(sources)
     _check_same_layers(holders_of_layer, _holders(targets))
     given: Counter[Rank] = Counter()
     routes: list[Route] = []
-    for target, geometry in sorted(targets.items()):
-        for holders, layers in _stages(geometry.layers, holders_of_layer).items():
-            for head_start, head_stop in _head_intervals(geometry, sources, holders):
-                source = min(
-                    _holding(sources, holders, head_start, head_stop, layers[0]),
-                    key=lambda rank: (given[rank], rank),
-                )
-                given[source] += len(layers) * (head_stop - head_start)
-                routes.append(Route(source, target, layers, head_start, head_stop))
+    for target, groups in sorted(targets.items()):
+        for target_group, geometry in enumerate(groups):
+            for holders, layers in _stages(geometry.layers, holders_of_layer).items():
+                for each in holders:
+                    _check_layer(layers[0], sources[each.rank][each.group], geometry)
+                for head_start, head_stop in _head_intervals(geometry, sources, holders):
+                    source = min(
+                        _holding(sources, holders, head_start, head_stop, layers[0]),
+                        key=lambda place: (given[place.rank], place),
+                    )
+                    given[source.rank] += len(layers) * (head_stop - head_start)
+                    held = sources[source.rank][source.group]
+                    routes.append(
+                        Route(
+                            source.rank,
+                            target,
+                            layers,
+                            head_start,
+                            head_stop,
+                            source.group,
+                            target_group,
+                            math.gcd(held.block_size, geometry.block_size),
+                            geometry.window,
+                        )
+                    )
     return tuple(routes)
 
 
@@ -94,30 +135,45 @@ def _check_instances(sources: Geometries, targets: Geometries) -> None:
             f"ranks: expected at least one on either side, found {len(sources)} source and "
             f"{len(targets)} target ranks"
         )
-    reference = sources[min(sources)]
     for side, ranks in (("source", sources), ("target", targets)):
-        for rank, geometry in sorted(ranks.items()):
-            _check_rank(f"{side} rank {rank}", geometry)
-            require_same_model(reference, geometry)
+        for rank, groups in sorted(ranks.items()):
+            _check_rank(f"{side} rank {rank}", groups)
 
 
-def _check_rank(name: str, geometry: CacheGeometry) -> None:
-    repeated = [layer for layer, count in Counter(geometry.layers).items() if count > 1]
+def _check_rank(name: str, groups: GroupGeometries) -> None:
+    layers = Counter(layer for geometry in groups for layer in geometry.layers)
+    repeated = [layer for layer, count in layers.items() if count > 1]
     if repeated:
         raise MappingError(f"{name}: holds layer {repeated[0]} more than once, which is meant?")
-    if not 0 <= geometry.head_start < geometry.head_stop <= geometry.num_kv_heads:
+    for geometry in groups:
+        if not 0 <= geometry.head_start < geometry.head_stop <= geometry.num_kv_heads:
+            raise MappingError(
+                f"{name}: expected heads within 0 to {geometry.num_kv_heads}, "
+                f"found {geometry.head_start} to {geometry.head_stop}"
+            )
+
+
+def _check_layer(layer: int, source: CacheGeometry, target: CacheGeometry) -> None:
+    """Whether this layer holds the same on both sides, and the source enough of it."""
+    try:
+        require_same_model(source, target)
+    except MappingError as error:
+        raise MappingError(f"layer {layer}: {error}") from None
+    if source.window is not None and (target.window is None or target.window > source.window):
+        wanted = "all positions" if target.window is None else f"a window of {target.window}"
         raise MappingError(
-            f"{name}: expected heads within 0 to {geometry.num_kv_heads}, "
-            f"found {geometry.head_start} to {geometry.head_stop}"
+            f"layer {layer}: the source keeps a sliding window of {source.window} tokens, the "
+            f"target needs {wanted}; let both keep sliding windows, or neither"
         )
 
 
-def _holders(ranks: Geometries) -> dict[int, tuple[Rank, ...]]:
-    """Ranks that hold each layer, ascending."""
-    holders: dict[int, list[Rank]] = defaultdict(list)
-    for rank, geometry in sorted(ranks.items()):
-        for layer in geometry.layers:
-            holders[layer].append(rank)
+def _holders(ranks: Geometries) -> dict[int, tuple[_Place, ...]]:
+    """Where each layer is held, ascending by rank."""
+    holders: dict[int, list[_Place]] = defaultdict(list)
+    for rank, groups in sorted(ranks.items()):
+        for group, geometry in enumerate(groups):
+            for layer in geometry.layers:
+                holders[layer].append(_Place(rank, group))
     return {layer: tuple(found) for layer, found in holders.items()}
 
 
@@ -135,36 +191,37 @@ def _check_same_layers(
 
 
 def _stages(
-    layers: Sequence[int], holders_of_layer: Mapping[int, tuple[Rank, ...]]
-) -> dict[tuple[Rank, ...], tuple[int, ...]]:
-    """Layers grouped by who holds them: one group per pipeline stage of the sources."""
-    stages: dict[tuple[Rank, ...], list[int]] = defaultdict(list)
+    layers: Sequence[int], holders_of_layer: Mapping[int, tuple[_Place, ...]]
+) -> dict[tuple[_Place, ...], tuple[int, ...]]:
+    """Layers by who holds them: one set per pipeline stage and group of the sources."""
+    stages: dict[tuple[_Place, ...], list[int]] = defaultdict(list)
     for layer in sorted(layers):
         stages[holders_of_layer[layer]].append(layer)
     return {holders: tuple(held) for holders, held in stages.items()}
 
 
 def _head_intervals(
-    target: CacheGeometry, sources: Geometries, holders: Sequence[Rank]
+    target: CacheGeometry, sources: Geometries, holders: Sequence[_Place]
 ) -> list[tuple[int, int]]:
     """The target's heads, cut wherever a holder's range starts or stops.
 
     Inside such an interval all heads have the same holders.
     """
     edges = {target.head_start, target.head_stop}
-    for rank in holders:
-        edges |= {sources[rank].head_start, sources[rank].head_stop}
+    for rank, group in holders:
+        edges |= {sources[rank][group].head_start, sources[rank][group].head_stop}
     inside = sorted(edge for edge in edges if target.head_start <= edge <= target.head_stop)
     return list(pairwise(inside))
 
 
 def _holding(
-    sources: Geometries, holders: Sequence[Rank], head_start: int, head_stop: int, layer: int
-) -> list[Rank]:
+    sources: Geometries, holders: Sequence[_Place], head_start: int, head_stop: int, layer: int
+) -> list[_Place]:
     found = [
-        rank
-        for rank in holders
-        if sources[rank].head_start <= head_start and head_stop <= sources[rank].head_stop
+        place
+        for place in holders
+        if sources[place.rank][place.group].head_start <= head_start
+        and head_stop <= sources[place.rank][place.group].head_stop
     ]
     if not found:
         raise MappingError(

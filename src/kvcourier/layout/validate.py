@@ -11,12 +11,13 @@ import numpy as np
 
 from kvcourier.config import Limits
 from kvcourier.errors import MappingError
-from kvcourier.layout.geometry import CacheGeometry, CacheKind, RankCache, Region
+from kvcourier.layout.geometry import CacheGeometry, CacheKind, GroupCache, RankCache, Region
 
 ADDRESS_LIMIT = 1 << 63
 """One past the largest address: descriptors are int64."""
 
 MAX_BLOCKS = 1 << 31
+MAX_WINDOW = 1 << 30
 MAX_HEAD_DIM = 1 << 16
 MAX_ITEMSIZE = 16
 MAX_DEVICES = 1 << 16
@@ -28,28 +29,55 @@ def validate_cache(cache: RankCache, limits: Limits) -> None:
     """Refuse a cache whose numbers are insane or whose blocks would lie outside its regions.
 
     Raises:
-        MappingError: names the rank, the field, what was expected and what was found.
+        MappingError: names the rank, the group if there are several, the field, what was expected
+            and what was found.
     """
     name = f"cache of rank {cache.rank}"
-    for field, low, high, found in _bounded_numbers(cache, limits):
-        if not low <= found < high:
-            raise MappingError(f"{name}: {field}: expected {low} to {high - 1}, found {found}")
-    _check_consistent(name, cache.geometry, limits)
+    _check_bounds(name, _rank_numbers(cache, limits))
     for index, region in enumerate(cache.regions):
         if region.address + region.size_bytes > ADDRESS_LIMIT:
             raise MappingError(
                 f"{name}: region {index}: expected an end below 2**63, found address "
                 f"{region.address} and {region.size_bytes} bytes"
             )
-    _check_shapes(name, cache)
-    _check_blocks(name, cache)
+    for index, group in enumerate(cache.groups):
+        part = f"{name}: group {index}" if len(cache.groups) > 1 else name
+        _check_bounds(part, _group_numbers(group.geometry, limits))
+        _check_consistent(part, group.geometry, limits)
+        _check_shapes(part, group)
+        _check_blocks(part, group)
+    layers = [layer for geometry in cache.geometries for layer in geometry.layers]
+    if len(set(layers)) < len(layers):
+        raise MappingError(f"{name}: layers: expected each in one group, found {layers}")
 
 
-def _bounded_numbers(cache: RankCache, limits: Limits) -> Iterator[tuple[str, int, int, int]]:
-    """Every single number of a cache as (name, lowest, one past the highest, found)."""
-    geometry = cache.geometry
+_Bound = tuple[str, int, int, int]
+"""A single number as (name, lowest, one past the highest, found)."""
+
+
+def _check_bounds(name: str, numbers: Iterator[_Bound]) -> None:
+    for field, low, high, found in numbers:
+        if not low <= found < high:
+            raise MappingError(f"{name}: {field}: expected {low} to {high - 1}, found {found}")
+
+
+def _rank_numbers(cache: RankCache, limits: Limits) -> Iterator[_Bound]:
+    yield "number of groups", 1, limits.max_groups + 1, len(cache.groups)
     yield "pp_rank", 0, limits.max_ranks, cache.rank.pp_rank
     yield "tp_rank", 0, limits.max_ranks, cache.rank.tp_rank
+    planes = sum(len(each.layers) * each.kind.num_planes for each in cache.geometries)
+    yield (
+        "number of layers",
+        1,
+        limits.max_layers + 1,
+        sum(len(each.layers) for each in cache.geometries),
+    )
+    yield "number of regions", 1, planes + 1, len(cache.regions)
+    for index, region in enumerate(cache.regions):
+        yield from _region_numbers(index, region)
+
+
+def _group_numbers(geometry: CacheGeometry, limits: Limits) -> Iterator[_Bound]:
     yield "number of layers", 1, limits.max_layers + 1, len(geometry.layers)
     for layer in geometry.layers:
         yield "layer", 0, limits.max_layers, layer
@@ -61,13 +89,12 @@ def _bounded_numbers(cache: RankCache, limits: Limits) -> Iterator[tuple[str, in
     yield "itemsize", 1, MAX_ITEMSIZE + 1, geometry.itemsize
     yield "num_blocks", 1, MAX_BLOCKS + 1, geometry.num_blocks
     yield "block_size x heads", 1, MAX_BLOCK_CELLS + 1, geometry.block_size * geometry.num_heads
-    planes = len(geometry.layers) * geometry.kind.num_planes
-    yield "number of regions", 1, planes + 1, len(cache.regions)
-    for index, region in enumerate(cache.regions):
-        yield from _region_numbers(index, region)
+    yield "num_reserved_blocks", 0, geometry.num_blocks, geometry.num_reserved_blocks
+    if geometry.window is not None:
+        yield "window", 2, MAX_WINDOW + 1, geometry.window
 
 
-def _region_numbers(index: int, region: Region) -> Iterator[tuple[str, int, int, int]]:
+def _region_numbers(index: int, region: Region) -> Iterator[_Bound]:
     yield f"region {index}: address", 0, ADDRESS_LIMIT, region.address
     yield f"region {index}: size_bytes", 1, ADDRESS_LIMIT, region.size_bytes
     yield f"region {index}: device_id", 0, MAX_DEVICES, region.device_id
@@ -87,7 +114,7 @@ def _check_consistent(name: str, geometry: CacheGeometry, limits: Limits) -> Non
         )
 
 
-def _check_shapes(name: str, cache: RankCache) -> None:
+def _check_shapes(name: str, cache: GroupCache) -> None:
     expected = (len(cache.geometry.layers), cache.geometry.kind.num_planes)
     for field in ("region", "offset_bytes", "block_stride_bytes"):
         array = getattr(cache.placement, field)
@@ -98,7 +125,7 @@ def _check_shapes(name: str, cache: RankCache) -> None:
             )
 
 
-def _check_blocks(name: str, cache: RankCache) -> None:
+def _check_blocks(name: str, cache: GroupCache) -> None:
     """Every block of every plane lies inside its region. In Python's numbers: no overflow."""
     placement, geometry = cache.placement, cache.geometry
     rows = zip(

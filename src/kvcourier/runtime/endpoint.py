@@ -27,9 +27,15 @@ from kvcourier.core.events import (
     WantDeclined,
 )
 from kvcourier.core.outcomes import Outcome, Report
-from kvcourier.core.params import HolderAddress, HoldIntent, WantIntent, handoff_params
+from kvcourier.core.params import (
+    HolderAddress,
+    HoldIntent,
+    PullIntent,
+    WantIntent,
+    handoff_params,
+)
 from kvcourier.core.workspace import Counted
-from kvcourier.errors import ConfigError, ParamsError
+from kvcourier.errors import ParamsError
 from kvcourier.ids import (
     BlockId,
     HoldId,
@@ -106,7 +112,7 @@ class KvEndpoint:
                 lambda payload: handshake.answer(payload, self._offer),
                 config.limits.max_message_bytes,
             )
-            geometries = {rank: cache.geometry for rank, cache in self._caches.items()}
+            geometries = {rank: cache.geometries for rank, cache in self._caches.items()}
             facts = handshake.facts_of(config.model, geometries, config.cache_format)
             offers = [self._open_rank(cache, self._server.port) for cache in self._caches.values()]
         except BaseException:
@@ -138,7 +144,7 @@ class KvEndpoint:
     def instance_info(self) -> dict[str, Any]:
         """What a router must know of this instance; see runtime.interface."""
         host, port = self._side_channel_address()
-        first = next(iter(self._caches.values())).geometry
+        first = next(iter(self._caches.values())).geometries[0]
         return {
             "engine_id": self.config.engine_id,
             "incarnation": self.incarnation,
@@ -197,12 +203,14 @@ class KvEndpoint:
         """A request whose KV somebody holds was accepted; see runtime.interface.
 
         Raises:
-            ParamsError: more than one cache group is named.
+            ParamsError: the holder has another number of cache groups.
         """
-        block_ids = getattr(intent, "block_ids", ((),))
-        if len(block_ids) != 1:
+        expected = len(next(iter(self._caches.values())).groups)
+        if isinstance(intent, PullIntent) and len(intent.block_ids) != expected:
             raise ParamsError(
-                "remote_block_ids", "block ids of one cache group", f"{len(block_ids)} groups"
+                "remote_block_ids",
+                f"a list for each of {expected} cache groups",
+                f"{len(intent.block_ids)} lists",
             )
         self._requests.begin(request_id, None)
         self._submit(WantBegun(request_id, intent))
@@ -275,7 +283,7 @@ class KvEndpoint:
             self.config,
             self.incarnation,
             cache,
-            {each.rank: each.geometry for each in self._caches.values()},
+            {each.rank: each.geometries for each in self._caches.values()},
             self._transport_factory,
             server_port=server_port,
             observer=self._metrics,
@@ -315,8 +323,4 @@ class KvEndpoint:
 
 
 def _groups(block_ids: Sequence[Sequence[int]]) -> BlockGroups:
-    if len(block_ids) != 1:
-        raise ConfigError(
-            f"cache groups: one is supported, this model's cache has {len(block_ids)}"
-        )
     return tuple(tuple(BlockId(int(block)) for block in group) for group in block_ids)

@@ -48,8 +48,9 @@ class Endpoint(Protocol):
     ) -> dict[str, Any]:
         """P: the KV of `num_tokens` tokens is written, from position 0, in these blocks.
 
-        `block_ids` has one list per cache group, covering positions from 0 on. The blocks belong
-        to the endpoint until RELEASED. Returns the `kv_transfer_params` to answer with.
+        `block_ids` has one list per cache group, covering positions from 0 on, or from the block
+        on that its sliding window begins in. The blocks belong to the endpoint until RELEASED.
+        Returns the `kv_transfer_params` to answer with.
         """
 
     def expect(self, request_id: RequestId, intent: WantIntent) -> None:
@@ -60,9 +61,10 @@ class Endpoint(Protocol):
     ) -> None:
         """D: get the KV of positions `span` into these blocks.
 
-        `span.start` is a multiple of the block size, `span.stop` the number of prompt tokens.
-        `block_ids` (one list per cache group) covers positions from `span.start` on and may be
-        longer than needed. The blocks belong to the endpoint until RELEASED.
+        `span.start` is a multiple of the block size, `span.stop` where the engine goes on.
+        `block_ids` (one list per cache group) covers positions from `span.start` on, or from the
+        block on that the group's sliding window begins in, and may be longer than needed. The
+        blocks belong to the endpoint until RELEASED.
         """
 
     def decline(self, request_id: RequestId) -> None:

@@ -7,20 +7,20 @@ know requests and handles.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvcourier.core.commands import PostRead, PostWrite
 from kvcourier.core.events import BlockGroups
 from kvcourier.core.wants import WriteTarget
 from kvcourier.layout import (
     BlockRun,
     BoundPieces,
-    Int64Array,
+    GroupCache,
     MappingPlan,
     PackedSide,
     RankCache,
     Route,
+    TokenSpan,
     bind,
+    block_run,
     estimate_pieces,
     pack_source,
     pack_target,
@@ -48,54 +48,71 @@ class MappingCache:
 
     def for_write(self, command: PostWrite) -> LocalAndRemote:
         """Descriptors of a WRITE. Raises MappingError: the block ids do not fit the caches."""
-        own = BlockRun(_ids(command.own_block_ids), 0)
-        peer = BlockRun(_ids(command.peer_block_ids), command.peer_first_token)
-        plan = self._plan(command.route, writes=True)
-        pieces = bind(plan, self._own, self._peer, own, peer, command.span)
+        pieces = self._bind(command, command.own_block_ids, command.peer_block_ids)
         source, target = _sides(pieces)
         return LocalAndRemote(source, target, pieces.num_bytes)
 
     def for_read(self, command: PostRead) -> LocalAndRemote:
         """Descriptors of a READ. Raises MappingError: the block ids do not fit the caches."""
-        own = BlockRun(_ids(command.own_block_ids), command.own_first_token)
-        peer = BlockRun(_ids(command.peer_block_ids), 0)
-        plan = self._plan(command.route, writes=False)
-        pieces = bind(plan, self._peer, self._own, peer, own, command.span)
+        pieces = self._bind(command, command.peer_block_ids, command.own_block_ids)
         source, target = _sides(pieces)
         return LocalAndRemote(target, source, pieces.num_bytes)
 
     def estimate_pieces(self, command: PostWrite) -> int:
         """How many descriptors `for_write` would make. Raises MappingError."""
-        own = BlockRun(_ids(command.own_block_ids), 0)
-        peer = BlockRun(_ids(command.peer_block_ids), command.peer_first_token)
-        plan = self._plan(command.route, writes=True)
-        layers = command.notice.layers
-        return estimate_pieces(plan, self._own, self._peer, own, peer, command.span, layers)
+        return estimate_pieces(
+            *self._bound(command, command.own_block_ids, command.peer_block_ids),
+            command.notice.layers,
+        )
 
     def pack_source(self, command: PostWrite) -> list[PackedSide]:
         """Our side of a packed WRITE, as `for_write` binds it. Raises MappingError."""
-        plan = self._plan(command.route, writes=True)
-        own = BlockRun(_ids(command.own_block_ids), 0)
-        return [pack_source(plan, self._own, own, command.span, command.notice.layers)]
+        plan, source, _, blocks, _, span = self._bound(
+            command, command.own_block_ids, command.peer_block_ids
+        )
+        return [pack_source(plan, source, blocks, span, command.notice.layers)]
 
     def pack_target(self, target: WriteTarget, layers: Sequence[int] | None) -> list[PackedSide]:
         """Our side of a peer's packed WRITE. Raises MappingError."""
-        plan = self._plan(target.route, writes=False)
-        own = BlockRun(_ids(target.block_ids), target.first_token)
-        return [pack_target(plan, self._own, own, target.span, layers)]
+        route, group = target.route, target.route.target_group
+        plan = self._plan(route, self._peer, self._own, writes=False)
+        blocks = block_run("target", self._own, group, target.block_ids, target.wanted)
+        return [pack_target(plan, self._own.groups[group], blocks, target.span, layers)]
 
-    def _plan(self, route: Route, *, writes: bool) -> MappingPlan:
+    def _bind(
+        self, command: PostWrite | PostRead, source_ids: BlockGroups, target_ids: BlockGroups
+    ) -> BoundPieces:
+        layers = command.notice.layers if isinstance(command, PostWrite) else None
+        return bind(*self._bound(command, source_ids, target_ids), layers)
+
+    def _bound(
+        self, command: PostWrite | PostRead, source_ids: BlockGroups, target_ids: BlockGroups
+    ) -> tuple[MappingPlan, GroupCache, GroupCache, BlockRun, BlockRun, TokenSpan]:
+        """What `bind` and `estimate_pieces` are given first."""
+        route, writes = command.route, isinstance(command, PostWrite)
+        source, target = (self._own, self._peer) if writes else (self._peer, self._own)
+        held = TokenSpan(0, command.num_held)
+        return (
+            self._plan(route, source, target, writes=writes),
+            source.groups[route.source_group],
+            target.groups[route.target_group],
+            block_run("source", source, route.source_group, source_ids, held),
+            block_run("target", target, route.target_group, target_ids, command.span),
+            route.needed(command.span),
+        )
+
+    def _plan(
+        self, route: Route, source: RankCache, target: RankCache, *, writes: bool
+    ) -> MappingPlan:
         # Two ranks of equal position may have one and the same route in both directions.
         key = (writes, route)
         if key not in self._plans:
-            source, target = (self._own, self._peer) if writes else (self._peer, self._own)
-            self._plans[key] = plan_mapping(source.geometry, target.geometry, route)
+            self._plans[key] = plan_mapping(
+                source.groups[route.source_group].geometry,
+                target.groups[route.target_group].geometry,
+                route,
+            )
         return self._plans[key]
-
-
-def _ids(block_ids: BlockGroups) -> Int64Array:
-    # One cache group is what registrations and params are checked for before they get here.
-    return np.array(block_ids[0], dtype=np.int64)
 
 
 def _sides(pieces: BoundPieces) -> tuple[Descriptors, Descriptors]:

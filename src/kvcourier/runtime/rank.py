@@ -11,7 +11,7 @@ from kvcourier.core import handshake
 from kvcourier.core.endpoint import Endpoint
 from kvcourier.core.outcomes import Report
 from kvcourier.ids import AgentName, Incarnation, InstanceAddress, PeerRank, Rank
-from kvcourier.layout.geometry import CacheGeometry, RankCache
+from kvcourier.layout.geometry import GroupGeometries, RankCache
 from kvcourier.runtime.courier import Courier
 from kvcourier.runtime.engine_link import EngineToken
 from kvcourier.runtime.metrics import CourierObserver
@@ -26,7 +26,7 @@ def open_rank(
     config: EndpointConfig,
     incarnation: Incarnation,
     cache: RankCache,
-    geometries: Mapping[Rank, CacheGeometry],
+    geometries: Mapping[Rank, GroupGeometries],
     transport_factory: TransportFactory,
     *,
     server_port: int,
@@ -38,7 +38,7 @@ def open_rank(
     """Register a rank's memory and open its sockets; the courier is not started.
 
     Args:
-        geometries: cache shape of every rank of the instance.
+        geometries: cache groups of every rank of the instance.
         server_port: where the instance's handshake server listens, told to peers.
         engine_token: proves that an engine call over the side channel is our own scheduler's;
             None where the engine calls `Courier.submit` itself.

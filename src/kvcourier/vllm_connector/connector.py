@@ -14,13 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from kvcourier.layout import MemoryKind
+from kvcourier.layout import CacheKind, MemoryKind, RankCache
 from kvcourier.vllm_connector.caches import read_cache
 from kvcourier.vllm_connector.scheduler_side import SchedulerSide
 from kvcourier.vllm_connector.settings import ConnectorSettings, read_settings
 from kvcourier.vllm_connector.stats import CourierPromMetrics, CourierStats
 from kvcourier.vllm_connector.versions import (
     REPORTS_FAILED_REQUESTS,
+    HybridSupport,
     attention_backends,
     required_layout,
     warn_if_untested,
@@ -39,11 +40,8 @@ class CourierMetadata(KVConnectorMetadata):
     """Nothing: calls reach the couriers by their own link, without waiting for a step."""
 
 
-class CourierConnector(KVConnectorBase_V1):
+class CourierConnector(KVConnectorBase_V1, HybridSupport):
     """Moves KV between vLLM instances by pull and push.
-
-    It does not claim support for vLLM's hybrid allocator, so that vLLM keeps one cache group also
-    for models with sliding windows, and a full cache of every layer.
 
     Raises:
         ConfigError: vLLM's configuration asks for something not supported yet.
@@ -61,7 +59,7 @@ class CourierConnector(KVConnectorBase_V1):
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(self._settings, vllm_config.cache_config.block_size)
+            self._scheduler = SchedulerSide(self._settings)
 
     # Both sides.
 
@@ -112,8 +110,14 @@ class CourierConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See SchedulerSide.on_finished."""
+        """What releases of vLLM ask that keep one cache group for us."""
         return self._scheduling.on_finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See SchedulerSide.on_finished."""
+        return self._scheduling.on_finished(request, block_ids)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         """See SchedulerSide.connect_workers; keyed by the tensor-parallel rank."""
@@ -140,7 +144,7 @@ class CourierConnector(KVConnectorBase_V1):
         """
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-        cache = read_cache(
+        found = read_cache(
             kv_caches,
             self._kv_cache_config.kv_cache_groups,
             total_kv_heads=self._vllm_config.model_config.get_total_num_kv_heads(),
@@ -149,14 +153,12 @@ class CourierConnector(KVConnectorBase_V1):
         )
         backends = attention_backends(self._vllm_config)
         setting = self._vllm_config.cache_config.cache_dtype
-        element_type = cache.geometry.dtype if setting == "auto" else setting
+        element_type = found.cache.geometries[0].dtype if setting == "auto" else setting
         cache_format = "/".join([*backends, element_type])
-        if cache.regions[0].memory is MemoryKind.DRAM:
-            # The CPU backend orders K and V inside a block by its own rules, so that only whole
-            # blocks of one size mean the same on both sides.
-            cache_format += f"/blocks of {cache.geometry.block_size}"
-        self._worker = WorkerSide(self._settings, cache, cache_format)
-        _log.info("registered %s", cache.geometry)
+        cache_format += _order_within_blocks(found.cache)
+        self._worker = WorkerSide(self._settings, found, cache_format)
+        for geometry in found.cache.geometries:
+            _log.info("registered %s", geometry)
 
     def get_handshake_metadata(self) -> WorkerOffer | None:
         """What the scheduler tells peers of this rank."""
@@ -213,3 +215,20 @@ class CourierConnector(KVConnectorBase_V1):
     def _working(self) -> WorkerSide:
         assert self._worker is not None, "a worker's hook was called before its caches exist"
         return self._worker
+
+
+def _order_within_blocks(cache: RankCache) -> str:
+    """Sizes that must be equal on both sides where a backend orders the inside of a block by rules
+    of its own, so that only whole blocks mean the same: on the CPU, and where K and V are planes.
+    """
+    on_cpu = cache.regions[0].memory is MemoryKind.DRAM
+    sizes = sorted(
+        {
+            f"{geometry.block_size}"
+            if geometry.kind is not CacheKind.KEY_VALUE
+            else f"{geometry.block_size} x {geometry.num_heads} heads"
+            for geometry in cache.geometries
+            if on_cpu or geometry.kind is CacheKind.KEY_VALUE
+        }
+    )
+    return f"/blocks of {', '.join(sizes)}" if sizes else ""

@@ -23,6 +23,7 @@ from kvcourier.core.params import (
 )
 from kvcourier.errors import MappingError, ParamsError
 from kvcourier.ids import HoldId, Rank, RequestId, TransferKey
+from kvcourier.layout import TokenSpan
 from kvcourier.runtime.engine_link import (
     Abort,
     BeginHold,
@@ -33,6 +34,7 @@ from kvcourier.runtime.engine_link import (
     Receive,
 )
 from kvcourier.runtime.side_channel import HandshakeServer
+from kvcourier.vllm_connector.block_tables import BlockTable
 from kvcourier.vllm_connector.settings import ConnectorSettings
 
 if TYPE_CHECKING:
@@ -52,9 +54,9 @@ class _Phase(enum.Enum):
 class SchedulerSide:
     """Translates the hooks of one vLLM scheduler."""
 
-    def __init__(self, settings: ConnectorSettings, block_size: int) -> None:
+    def __init__(self, settings: ConnectorSettings) -> None:
         self._settings = settings
-        self._block_size = block_size
+        self._tables: tuple[BlockTable, ...] = ()
         self._link = EngineLink()
         self._holds: dict[RequestId, tuple[HoldId, TransferKey | None]] = {}
         self._keys: set[TransferKey | None] = set()
@@ -82,6 +84,7 @@ class SchedulerSide:
         if tp_size != self._settings.tp_size:
             raise MappingError(f"workers: {self._settings.tp_size} expected, {tp_size} answered")
         workers = list(offers.values())
+        self._tables = workers[0].tables
         self._offer = handshake.Offer(
             engine_id=config.engine_id,
             incarnation=self._settings.incarnation,
@@ -112,6 +115,8 @@ class SchedulerSide:
             _log.error("%s: computed without a transfer: %s", request_id, error)
             return
         if isinstance(intent, HoldIntent):
+            if any(table.window is not None for table in self._tables):
+                _leave_last_token_out(request)
             self._begin_hold(request_id, intent)
         elif intent is not None and not self._settings.may_receive:
             _log.error(
@@ -127,15 +132,16 @@ class SchedulerSide:
         if self._wants.get(RequestId(request.request_id)) is not _Phase.QUEUED:
             return 0
         missing = int(request.num_prompt_tokens) - num_computed_tokens
-        # The last prompt token is computed in any case.
+        # The last prompt token is computed in any case, so its KV need not come. And vLLM must not
+        # think that it came: it would drop a block that this token's window begins in.
         worth_it = missing > max(1, self._settings.recompute_threshold)
-        aligned = num_computed_tokens % self._block_size == 0
-        return missing if worth_it and aligned else 0
+        aligned = all(num_computed_tokens % table.block_size == 0 for table in self._tables)
+        return missing - 1 if worth_it and aligned else 0
 
     def on_allocated(
         self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> None:
-        """Blocks for the whole prompt are allocated, from position 0 on."""
+        """Blocks for all but the prompt's last token are allocated, from position 0 on."""
         request_id = RequestId(request.request_id)
         if self._wants.get(request_id) is not _Phase.QUEUED:
             return
@@ -143,12 +149,14 @@ class SchedulerSide:
             del self._wants[request_id]
             self._link.send(Decline(request_id))
             return
-        stop = int(request.num_prompt_tokens)
-        start = stop - num_external_tokens
+        span = TokenSpan(
+            int(request.num_prompt_tokens) - 1 - num_external_tokens,
+            int(request.num_prompt_tokens) - 1,
+        )
         self._wants[request_id] = _Phase.RECEIVING
         self._lent[request_id] = None
-        wanted = [list(group)[start // self._block_size :] for group in block_ids]
-        self._link.send(Receive(request_id, wanted, start, stop))
+        wanted = [table.ids(block_ids, span) for table in self._tables]
+        self._link.send(Receive(request_id, wanted, span.start, span.stop))
 
     def on_results(self, received: set[str] | None, sent: set[str] | None) -> None:
         """Receives and sends have ended, well or not; their blocks are vLLM's again.
@@ -184,8 +192,8 @@ class SchedulerSide:
             self._link.send(Abort(request_id))
             return False, None
         self._lent[request_id] = key
-        groups = [list(group) for group in block_ids]
         num_tokens = int(request.num_prompt_tokens)
+        groups = [table.ids(block_ids, TokenSpan(0, num_tokens)) for table in self._tables]
         self._link.send(FinishPrefill(request_id, groups, num_tokens))
         config = self._settings.endpoint
         holder = HolderAddress(
@@ -209,9 +217,7 @@ class SchedulerSide:
     def _want(self, request_id: RequestId, intent: WantIntent) -> None:
         limit = self._settings.endpoint.limits.max_block_ids
         if isinstance(intent, PullIntent) and sum(map(len, intent.block_ids)) > limit:
-            _log.error(
-                "%s: computed without a transfer: more than %d block ids", request_id, limit
-            )
+            _log.error("%s: computed without a transfer: more than %d block ids", request_id, limit)
             return
         self._wants[request_id] = _Phase.QUEUED
         self._link.send(Expect(request_id, _understood(intent)))
@@ -262,3 +268,18 @@ def _understood(intent: WantIntent) -> dict[str, Any]:
             "remote_incarnation": intent.incarnation,
         }
     return params
+
+
+def _leave_last_token_out(request: Any) -> None:
+    """Let P stop one token short of a prompt whose layers have sliding windows.
+
+    D computes the last prompt token itself, and that token's window begins one position before
+    that of the next. Had P computed it as well, vLLM would have dropped that position when it
+    gives us the blocks, wherever it is the last of its block.
+    """
+    if request.prompt_token_ids is None or request.num_prompt_tokens < 2:
+        return
+    del request.prompt_token_ids[-1:]
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1

@@ -32,6 +32,10 @@ TransferResults: Any = getattr(base, "KVConnectorTransferResults", _TransferResu
 REPORTS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
 """Whether vLLM asks for failed requests by name; older ones ask for the blocks of failed loads."""
 
+HybridSupport: Any = base.SupportsHMA if REPORTS_FAILED_REQUESTS else object
+"""Claims support for several cache groups, where a failed receive of such a model can be told:
+older releases know blocks only, and look for them in one group."""
+
 
 def warn_if_untested() -> None:
     """Say so if this release of vLLM was not looked at; it may work all the same."""

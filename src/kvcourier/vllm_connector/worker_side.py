@@ -16,13 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from kvcourier.core.handshake import Facts, RankOffer, facts_of
 from kvcourier.ids import RequestId
-from kvcourier.layout import RankCache
 from kvcourier.runtime.courier import Courier
 from kvcourier.runtime.engine_link import EngineToken, new_token
 from kvcourier.runtime.rank import open_rank
 from kvcourier.runtime.reports import Outcome, Report, Side
 from kvcourier.transport.nixl import nixl_factory
-from kvcourier.vllm_connector.caches import all_ranks
+from kvcourier.vllm_connector.block_tables import BlockTable
+from kvcourier.vllm_connector.caches import WorkerCache, all_ranks
 from kvcourier.vllm_connector.settings import ConnectorSettings
 from kvcourier.vllm_connector.stats import CourierStats, StatsRecorder
 from kvcourier.vllm_connector.versions import TransferResults
@@ -32,9 +32,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerOffer(KVConnectorHandshakeMetadata):
-    """What a worker tells its scheduler: its rank's offer, and how to call its courier."""
+    """What a worker tells its scheduler: its rank's offer, how vLLM names the blocks of its cache
+    groups, and how to call its courier."""
 
     offer: RankOffer
+    tables: tuple[BlockTable, ...]
     facts: Facts
     host: str
     port: int
@@ -44,7 +46,8 @@ class WorkerOffer(KVConnectorHandshakeMetadata):
 class WorkerSide:
     """Owns a rank's courier."""
 
-    def __init__(self, settings: ConnectorSettings, cache: RankCache, cache_format: str) -> None:
+    def __init__(self, settings: ConnectorSettings, found: WorkerCache, cache_format: str) -> None:
+        self._tables = found.tables
         self._reports: deque[Report] = deque()
         self._failed: set[RequestId] = set()
         self._failed_blocks: set[int] = set()
@@ -52,12 +55,12 @@ class WorkerSide:
         self._log_stories = settings.log_stories
         token = new_token()
         config = replace(settings.endpoint, cache_format=cache_format)
-        geometries = all_ranks(cache.geometry, settings.tp_size)
+        geometries = all_ranks(found.cache.geometries, settings.tp_size)
         self._courier: Courier
         self._courier, offer = open_rank(
             config,
             settings.incarnation,
-            cache,
+            found.cache,
             geometries,
             nixl_factory(config.courier),
             server_port=config.side_channel_port,
@@ -68,6 +71,7 @@ class WorkerSide:
         )
         self.offer = WorkerOffer(
             offer,
+            found.tables,
             facts_of(config.model, geometries, cache_format),
             config.side_channel_host,
             offer.side_channel_port,
@@ -122,4 +126,5 @@ class WorkerSide:
         if request_id in self._failed:
             self._failed.discard(request_id)
             results.failed_recving.add(request_id)
-            self._failed_blocks.update(*report.block_ids)
+            for table, blocks in zip(self._tables, report.block_ids, strict=True):
+                self._failed_blocks |= table.vllm_ids(blocks)

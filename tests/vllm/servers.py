@@ -1,0 +1,188 @@
+"""Instances of real vLLM for tests, and every way to send a request through a pair of them."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvcourier.http_server import HttpServer, bind
+from kvcourier.router.app import create_app
+from kvcourier.router.config import RouterConfig, parse_instance_spec
+
+from .proxies import Prefill, pull_proxy, push_proxy
+
+VENV = Path(os.environ.get("KVCOURIER_VLLM_VENV", Path(__file__).parents[2] / ".venv-vllm"))
+START_S = 240.0
+ANSWER_S = 120.0
+
+needs_vllm = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        not (VENV / "bin/vllm").exists(),
+        reason=f"no vLLM at {VENV}: run `make test-vllm`, or set KVCOURIER_VLLM_VENV",
+    ),
+]
+"""Marks of a module that runs vLLM."""
+
+
+class Vllm:
+    """One `vllm serve`, in a process group of its own."""
+
+    def __init__(
+        self, engine_id: str, role: str, model: Path, folder: Path, *arguments: str
+    ) -> None:
+        self.engine_id = engine_id
+        self.port, self.kv_port = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / f"{engine_id}.log"
+        transfer = {
+            "kv_connector": "CourierConnector",
+            "kv_connector_module_path": "kvcourier.vllm_connector",
+            "kv_role": role,
+            "engine_id": engine_id,
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {"num_threads": 0},
+        }
+        settings = {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.kv_port),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(VENV / "bin/vllm", "serve", model, "--served-model-name", "tiny"),
+                    *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16"),
+                    *("--enforce-eager", "--max-model-len", "1024"),
+                    *("--kv-transfer-config", json.dumps(transfer)),
+                    *arguments,
+                ],
+                env=os.environ | settings,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_healthy(self) -> None:
+        """Until it serves; fails with the end of its log."""
+
+        def healthy() -> bool:
+            assert self.process.poll() is None, self.log.read_text()[-4000:]
+            with contextlib.suppress(httpx.HTTPError):
+                return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+            return False
+
+        wait_until(healthy, START_S)
+
+    def stop(self) -> None:
+        """End the whole group."""
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, 9)
+        self.process.wait(30)
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric's samples on vLLM's own /metrics."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
+
+
+@contextlib.contextmanager
+def started(*servers: Vllm) -> Iterator[tuple[Vllm, ...]]:
+    """All of them healthy; stopped in the end."""
+    try:
+        for server in servers:
+            server.wait_healthy()
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def routers(pair: tuple[Vllm, Vllm]) -> dict[str, object]:
+    """Every way through: two proxies that know only vLLM's keys, and our router."""
+    prefill, decode = pair
+    known = Prefill(prefill.url, prefill.engine_id, "127.0.0.1", prefill.kv_port)
+    spec = (
+        f"{prefill.url},engine_id={prefill.engine_id},kv_host=127.0.0.1,"
+        f"kv_port={prefill.kv_port},tp_size=1"
+    )
+    config = RouterConfig(
+        prefill=(parse_instance_spec(spec),), decode=(parse_instance_spec(decode.url),)
+    )
+    return {
+        "pull proxy": pull_proxy(known, decode.url),
+        "push proxy": push_proxy(known, decode.url),
+        "push proxy without transfer ids": push_proxy(known, decode.url, send_transfer_id=False),
+        "kvcourier route, pull": create_app(config),
+        "kvcourier route, push": create_app(config),
+    }
+
+
+def tokens(url: str, prompt: list[int], headers: dict[str, str] | None = None) -> list[int]:
+    answer = httpx.post(
+        f"{url}/v1/completions", json=request_body(prompt), headers=headers, timeout=ANSWER_S
+    )
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["token_ids"]
+
+
+def request_body(prompt: list[int]) -> dict[str, object]:
+    return {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+@contextlib.contextmanager
+def served(app: object) -> Iterator[str]:
+    """An ASGI application on a loopback port."""
+    ready = threading.Event()
+    urls: list[str] = []
+
+    def on_ready(url: str) -> None:
+        urls.append(url)
+        ready.set()
+
+    server = HttpServer(app, bind("127.0.0.1", 0), on_ready)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield urls[0]
+    finally:
+        server.stop()
+        thread.join(30)
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        pause.wait(0.5)
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
