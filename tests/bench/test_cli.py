@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -166,3 +167,53 @@ def test_a_pair_is_started_compared_and_stopped(tmp_path: Path) -> None:
     names = {event["name"] for event in events}
     assert {"prefill", "read in flight", "write in flight", "landed"} <= names
     assert list(tmp_path.glob("kvcourier-bench-*")) == []
+
+
+def running(marker: str) -> list[int]:
+    """Processes whose environment holds the text."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if marker.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.e2e
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_end_of_the_command_leaves_an_instance_behind(tmp_path: Path, number: int) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    flags = ("--model", TINY, "--modes=push", "--qps=1", "--requests=1000", "--input-tokens=64")
+    with subprocess.Popen(
+        command("sweep", *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as bench:
+        assert bench.stdout is not None
+        assert b"pairs started: 1" in bench.stdout.readline()
+        # The command, what forks the instances, two of them, the router.
+        assert len(running(str(tmp_path))) == 5
+        bench.send_signal(number)
+        bench.communicate(timeout=LIMIT_S)
+    assert bench.returncode == (130 if number == signal.SIGINT else -number)
+    deadline = time.monotonic() + LIMIT_S
+    while running(str(tmp_path)):
+        assert time.monotonic() < deadline, running(str(tmp_path))
+        time.sleep(0.02)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_an_instance_that_does_not_start_is_explained(tmp_path: Path) -> None:
+    flags = ("pair", "pair", "--a-flags=--no-such-flag", "--model", TINY)
+    done = subprocess.run(
+        command("compare", *flags),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 1
+    assert "No such option: --no-such-flag" in done.stderr
+    assert "The logs of all processes are in" in done.stdout
+    assert running(str(tmp_path)) == []

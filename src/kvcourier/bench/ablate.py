@@ -25,16 +25,13 @@ class AblateSettings:
         known: flags of the installed `serve`.
         cell: of one turn.
         turns: rounds; every combination has one turn in each.
-        begin_until_s: no further pair begins to start later (monotonic clock); the combinations
-            that others or we have as a whole come first.
-        ends_at_s: no round begins that would end later.
+        ends_at_s: no round begins that would end later (monotonic clock).
     """
 
     pair: PairSpec
     known: KnownFlags
     cell: Cell
     turns: int
-    begin_until_s: float = float("inf")
     ends_at_s: float = float("inf")
 
 
@@ -59,16 +56,12 @@ def run_ablate(settings: AblateSettings, session: Session, report: Report) -> No
     specs = [
         replace(settings.pair, flags=(*setup.flags, *settings.pair.flags)) for _, setup in available
     ]
-    session.say(
-        f"Starting pairs for {len(available)} of {len(ROWS)} combinations: {len(set(specs))} ..."
-    )
-    routers = session.pairs.start(specs, settings.begin_until_s)
-    sides: list[tuple[Row, Target]] = []
-    for spec, (row, setup) in zip(specs, available, strict=True):
-        if spec in routers:
-            sides.append((row, session.look(routers[spec], setup.way)))
-        else:
-            row.not_available = "there was no time to start it"
+    session.say(f"{len(available)} of {len(ROWS)} combinations are available here")
+    routers = session.start_pairs(specs)
+    sides: list[tuple[Row, Target]] = [
+        (row, session.look(routers[spec], setup.way))
+        for spec, (row, setup) in zip(specs, available, strict=True)
+    ]
     rows = [row for row, _ in sides]
     base = next((row for row in rows if row.choices == OURS), rows[0])
     report.comparisons += [Comparison(base, row) for row in rows if row is not base]

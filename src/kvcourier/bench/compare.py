@@ -47,7 +47,7 @@ def run_compare(settings: CompareSettings, session: Session, report: Report) -> 
         ProcessFailed: a process of a pair ended.
     """
     specs = [side.where for side in settings.sides if isinstance(side.where, PairSpec)]
-    routers = session.pairs.start(specs)
+    routers = session.start_pairs(specs)
     targets: list[Target] = []
     for side in settings.sides:
         url = side.where if isinstance(side.where, str) else routers[side.where]

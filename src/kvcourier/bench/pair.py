@@ -3,18 +3,19 @@
 Decides flags, and that equal settings share processes. Refuses to know what is measured.
 """
 
-import os
+import json
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcourier.demo.processes import Child, Children
+from kvcourier.demo.processes import READY_LINE, Children, ProcessFailed
 from kvcourier.demo.run import ENVIRONMENT
 
 PROGRAM = (sys.executable, "-m", "kvcourier")
-"""What the children run, before their own arguments."""
+NURSERY = (sys.executable, "-m", "kvcourier.bench.nursery")
+ROLES = ("prefill", "decode")
 
 MODEL = (
     "random-llama:layers=12,hidden=128,heads=8,kv_heads=8,head_dim=64,vocab=258,max_position=8192"
@@ -22,6 +23,7 @@ MODEL = (
 """Little arithmetic for much KV (48 KiB a token): the transfer is what is to be seen."""
 
 _START_S = 180.0
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,68 +42,69 @@ class PairSpec:
 
 
 class Pairs:
-    """Pairs that run; each spec once. They end with `children`."""
+    """Pairs that run; each spec once. They end with `children`.
 
-    def __init__(self, children: Children) -> None:
+    Args:
+        log_dir: existing folder that gets a log per instance.
+    """
+
+    def __init__(self, children: Children, log_dir: Path) -> None:
         self._children = children
-        self._routers: dict[PairSpec, str] = {}
-        self._numbers: dict[PairSpec, int] = {}
+        self._log_dir = log_dir
 
-    def start(
-        self, specs: Iterable[PairSpec], begin_until_s: float = float("inf")
-    ) -> Mapping[PairSpec, str]:
-        """The router's address of each spec; blocks until all are ready.
-
-        No pair but the first begins to start after `begin_until_s` (monotonic clock); those that
-        did not are missing in what is returned.
+    def start(self, specs: Iterable[PairSpec]) -> Mapping[PairSpec, str]:
+        """The router's address of each spec; blocks until all are ready. Call it once.
 
         Raises:
-            ProcessFailed: a child ended or did not become ready.
+            ProcessFailed: a process ended or did not become ready.
         """
-        new = [spec for spec in dict.fromkeys(specs) if spec not in self._routers]
-        # As many at once as there are cores for: more would only delay the first.
-        at_once = max(1, (os.cpu_count() or 1) // 2)
-        routers: dict[PairSpec, Child] = {}
-        for first in range(0, len(new), at_once):
-            if first and time.monotonic() > begin_until_s:
-                break
-            batch = new[first : first + at_once]
-            started = [
-                (spec, [self._instance(spec, role) for role in ("prefill", "decode")])
-                for spec in batch
-            ]
-            for spec, pair in started:
-                urls = [self._children.wait_ready(child, _START_S) for child in pair]
-                routers[spec] = self._router(spec, urls)
-        for spec, router in routers.items():
-            self._routers[spec] = self._children.wait_ready(router)
-        return self._routers
+        numbers = {spec: number for number, spec in enumerate(dict.fromkeys(specs), start=1)}
+        if not numbers:
+            return {}
+        commands = [
+            (str(self._log(f"{role}-{number}")), _serve(spec, role, f"{role}-{number}"))
+            for spec, number in numbers.items()
+            for role in ROLES
+        ]
+        self._children.start("instances", [*NURSERY, json.dumps(commands)], ENVIRONMENT)
+        routers = {}
+        for spec, number in numbers.items():
+            urls = [self._wait_ready(f"{role}-{number}") for role in ROLES]
+            sides = [f"--{role}={url}" for role, url in zip(ROLES, urls, strict=True)]
+            command = [*PROGRAM, "route", *sides, "--port=0", *_config(spec)]
+            routers[spec] = self._children.start(f"router-{number}", command)
+        return {spec: self._children.wait_ready(router) for spec, router in routers.items()}
 
-    def _instance(self, spec: PairSpec, role: str) -> Child:
-        name = f"{role}-{self._number(spec)}"
-        flags = (
-            f"--role={role}",
-            f"--engine-id={name}",
-            f"--model={spec.model}",
-            "--port=0",
-            "--side-channel-port=0",
-            # Lost KV is a failed request: computed again, it would look like a slow transfer.
-            "--kv-load-failure-policy=fail",
-            *_cache(spec),
-            *_config(spec),
-            *spec.flags,
-        )
-        return self._children.start(name, [*PROGRAM, "serve", *flags], ENVIRONMENT)
+    def _wait_ready(self, name: str) -> str:
+        log = self._log(name)
+        deadline = time.monotonic() + _START_S
+        while True:
+            self._children.check()
+            match = READY_LINE.search(log.read_bytes()) if log.exists() else None
+            if match is not None:
+                return match.group(1).decode()
+            if time.monotonic() > deadline:
+                raise ProcessFailed(f"{name} was not ready after {_START_S:g} s; see {log}")
+            time.sleep(_POLL_S)
 
-    def _router(self, spec: PairSpec, urls: list[str]) -> Child:
-        flags = (f"--prefill={urls[0]}", f"--decode={urls[1]}", "--port=0", *_config(spec))
-        return self._children.start(
-            f"router-{self._number(spec)}", [*PROGRAM, "route", *flags], ENVIRONMENT
-        )
+    def _log(self, name: str) -> Path:
+        return self._log_dir / f"{name}.log"
 
-    def _number(self, spec: PairSpec) -> int:
-        """Of a pair, in the names of its processes."""
-        return self._numbers.setdefault(spec, len(self._numbers) + 1)
+
+def _serve(spec: PairSpec, role: str, engine_id: str) -> list[str]:
+    return [
+        "serve",
+        f"--role={role}",
+        f"--engine-id={engine_id}",
+        f"--model={spec.model}",
+        "--port=0",
+        "--side-channel-port=0",
+        # Lost KV is a failed request: computed again, it would look like a slow transfer.
+        "--kv-load-failure-policy=fail",
+        *_cache(spec),
+        *_config(spec),
+        *spec.flags,
+    ]
 
 
 def _config(spec: PairSpec) -> tuple[str, ...]:

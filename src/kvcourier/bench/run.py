@@ -71,7 +71,7 @@ def run(
     log_dir = Path(tempfile.mkdtemp(prefix="kvcourier-bench-"))
     keep_logs = True
     try:
-        with Children(log_dir) as children, Session(children, console, load) as session:
+        with Children(log_dir) as children, Session(children, log_dir, console, load) as session:
             try:
                 measure(session)
             except BaseException as error:

@@ -7,8 +7,10 @@ turns there are and what they are compared with.
 import asyncio
 import contextlib
 import signal
-from collections.abc import Coroutine, Iterator
+import time
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -18,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvcourier.bench.client import make_ask, make_client
 from kvcourier.bench.load import OnOutcome, run_load
-from kvcourier.bench.pair import Pairs
+from kvcourier.bench.pair import Pairs, PairSpec
 from kvcourier.bench.plan import Burst, Prompts, Way
 from kvcourier.bench.samples import Answered, Failed, Outcome, Turn
 from kvcourier.bench.target import Target, look, read_cache_counts, read_samples
@@ -66,10 +68,12 @@ class LoadSettings:
 class Session:
     """Use it in a `with` block, in the main thread; nothing runs on after it."""
 
-    def __init__(self, children: Children, console: Console, settings: LoadSettings) -> None:
+    def __init__(
+        self, children: Children, log_dir: Path, console: Console, settings: LoadSettings
+    ) -> None:
         self.console = console
         self.settings = settings
-        self.pairs = Pairs(children)
+        self._pairs = Pairs(children, log_dir)
         self._children = children
         self._runner = asyncio.Runner()
         self._client: httpx.AsyncClient | None = None
@@ -101,6 +105,17 @@ class Session:
     def say(self, sentence: str) -> None:
         """A line above the progress."""
         self.console.print(sentence, markup=False, highlight=False)
+
+    def start_pairs(self, specs: Iterable[PairSpec]) -> Mapping[PairSpec, str]:
+        """See `pair.Pairs.start`; says how many there are and how long it took."""
+        num_pairs = len(set(specs := tuple(specs)))
+        if num_pairs:
+            self._progress.update(self._task, description=f"starting pairs: {num_pairs}")
+        began_s = time.monotonic()
+        routers = self._pairs.start(specs)
+        if num_pairs:
+            self.say(f"pairs started: {num_pairs}, in {time.monotonic() - began_s:.0f} s")
+        return routers
 
     def expect(self, num_requests: int) -> None:
         """How many requests are to come in all."""

@@ -66,7 +66,7 @@ def _sides(settings: SweepSettings, session: Session) -> dict[str, Target]:
     """Every target in every mode, by the name its rows have."""
     urls = [endpoint.url for endpoint in settings.endpoints]
     if not urls:
-        urls = [session.pairs.start([settings.pair])[settings.pair]]
+        urls = [session.start_pairs([settings.pair])[settings.pair]]
     sides = {}
     for url in urls:
         given = [each.way for each in settings.endpoints if each.url == url]

@@ -116,7 +116,7 @@ class Children:
                     stderr=subprocess.STDOUT,
                     env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
                     start_new_session=True,
-                    preexec_fn=_end_with_parent(),
+                    preexec_fn=end_with_parent(),
                 )
             except OSError as error:
                 raise ProcessFailed(f"{name}: cannot start {command[0]}: {error}") from error
@@ -192,7 +192,7 @@ def _undisturbed() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end_with_parent() -> "_EndWithParent | None":
+def end_with_parent() -> "_EndWithParent | None":
     return _EndWithParent() if sys.platform == "linux" else None
 
 
