@@ -146,9 +146,11 @@ def test_a_pair_is_started_compared_and_stopped(tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason="the extra `bench` is not installed")
     out, page, trace = (tmp_path / name for name in ("out.json", "out.html", "trace.json"))
     files = ("--json", str(out), "--html", str(page), "--trace", str(trace))
-    flags = ("--model", TINY, "--turns=3", "--requests=2", "--qps=20", "--input-tokens=64")
+    settings = tmp_path / "push.toml"
+    settings.write_text(f'[serve]\nmodel = "{TINY}"\nnum-blocks = 64\n[route]\nmode = "push"\n')
+    flags = ("--turns=3", "--requests=2", "--qps=20", "--input-tokens=64", "--output-tokens=4")
     done = subprocess.run(
-        command("compare", "pair#pull", "pair#push", *flags, "--output-tokens=4", *files),
+        command("compare", "pair#pull", str(settings), f"--a-flags=--model={TINY}", *flags, *files),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

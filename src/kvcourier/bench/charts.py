@@ -33,7 +33,7 @@ _SPAN_COLOURS = {
     "wait for KV": "#F3DFA2",
 }
 _FONT = {"family": "system-ui, sans-serif", "size": 13, "color": "#222"}
-_MAX_EXAMPLES = 8
+_MAX_EXAMPLES = 12
 _SWEPT = (METRICS[0], METRICS[2])
 
 
@@ -227,7 +227,9 @@ def _ratio_ticks(lows: Sequence[float], highs: Sequence[float]) -> list[float]:
         return [0.8, 0.85, 0.9, 0.95, 1, 1.05, 1.1, 1.15, 1.2, 1.25]
     if high / low < 3:
         return [0.4, 0.5, 0.65, 0.8, 1, 1.25, 1.5, 2, 2.5]
-    return [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]
+    if high / low < 30:
+        return [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20]
+    return [0.001, 0.01, 0.1, 1, 10, 100, 1000]
 
 
 def _verdict_colour(name: str) -> str:

@@ -31,12 +31,12 @@ class PairSpec:
     """Settings of a prefill instance, a decode instance and their router.
 
     Attributes:
-        model: as for `kvcourier serve --model`.
+        model: as for `kvcourier serve --model`; None leaves it to the file.
         flags: further flags of both instances.
         config: file with tables for `serve` and `route`, or None.
     """
 
-    model: str = MODEL
+    model: str | None = MODEL
     flags: tuple[str, ...] = ()
     config: Path | None = None
 
@@ -96,7 +96,7 @@ def _serve(spec: PairSpec, role: str, engine_id: str) -> list[str]:
         "serve",
         f"--role={role}",
         f"--engine-id={engine_id}",
-        f"--model={spec.model}",
+        *(() if spec.model is None else (f"--model={spec.model}",)),
         "--port=0",
         "--side-channel-port=0",
         # Lost KV is a failed request: computed again, it would look like a slow transfer.

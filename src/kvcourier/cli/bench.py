@@ -8,6 +8,7 @@ import random
 import shlex
 import time
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
@@ -187,7 +188,8 @@ def bench_compare(
 
     outputs = Outputs(json_file, html_file, trace_file)
     pair = _pair(model, serve_flag, fragment)
-    sides = [_side("A", a, a_flags, pair), _side("B", b, b_flags, pair)]
+    from_file = replace(pair, model=model)
+    sides = [_side("A", a, a_flags, pair, from_file), _side("B", b, b_flags, pair, from_file)]
     only_urls = all(isinstance(side.where, str) for side in sides)
     load = LoadSettings(
         output_tokens,
@@ -313,7 +315,8 @@ def _pair(model: str | None, flags: Iterable[str] | None, fragment: float | None
     return PairSpec(model or MODEL, given)
 
 
-def _side(name: str, text: str, flags: str, pair: PairSpec) -> "Side":
+def _side(name: str, text: str, flags: str, pair: PairSpec, from_file: PairSpec) -> "Side":
+    """A side as the user names it; a pair of ours gets its flags on top of what all pairs have."""
     from kvcourier.bench.compare import Side
 
     shown = f"{name}: {text} {flags}".rstrip()
@@ -333,7 +336,8 @@ def _side(name: str, text: str, flags: str, pair: PairSpec) -> "Side":
         own = tuple(shlex.split(flags))
     except ValueError as error:
         raise ConfigError(f"--{name.lower()}-flags: {error}: {flags!r}") from None
-    return Side(shown, PairSpec(pair.model, (*pair.flags, *own), config), way)
+    base = pair if config is None else replace(from_file, config=config)
+    return Side(shown, replace(base, flags=(*base.flags, *own)), way)
 
 
 def _words(text: str) -> list[str]:

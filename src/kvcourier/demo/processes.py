@@ -193,11 +193,12 @@ def _undisturbed() -> Iterator[None]:
 
 
 def end_with_parent() -> "_EndWithParent | None":
+    """What a child calls right after the fork to end with this process; None where none can."""
     return _EndWithParent() if sys.platform == "linux" else None
 
 
 class _EndWithParent:
-    """Runs in the child between fork and exec: everything it needs was looked up before."""
+    """Runs in the child right after the fork: everything it needs was looked up before."""
 
     def __init__(self) -> None:
         self._prctl = ctypes.CDLL(None, use_errno=True).prctl
