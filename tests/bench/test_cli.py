@@ -75,11 +75,15 @@ def test_what_cannot_be_used_is_refused_before_anything_starts(
     assert re.search(expected, result.stderr, re.S), result.stderr
 
 
-def test_nobody_there_is_one_sentence(runner: CliRunner) -> None:
+def test_nobody_there_is_one_sentence(
+    runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     result = runner.invoke(app, ["bench", "sweep", "--target", "http://127.0.0.1:1"])
     assert result.exit_code == 1
     assert "Nothing answers at http://127.0.0.1:1" in result.stderr
     assert "Traceback" not in result.output
+    assert list(tmp_path.iterdir()) == []  # no process, so no logs to keep
 
 
 def test_a_file_sets_flags_of_a_command_in_the_group(runner: CliRunner, tmp_path: Path) -> None:

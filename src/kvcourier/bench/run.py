@@ -80,12 +80,12 @@ def run(
                     said = "interrupted"
                 report.problems.append(f"the run was cut off: {said}")
                 raise
-        keep_logs = not report.succeeded and any(log_dir.iterdir())
+        keep_logs = not report.succeeded
     except (KeyboardInterrupt, ConfigError):
         keep_logs = False
         raise
     finally:
-        if keep_logs:
+        if keep_logs and any(log_dir.iterdir()):
             console.print(f"The logs of all processes are in {log_dir}", style="yellow")
         else:
             shutil.rmtree(log_dir, ignore_errors=True)
