@@ -79,5 +79,5 @@ $(RUN_STAMP): $(MANIFESTS) | $(BIN)/python
 	@touch $@
 
 $(DEV_STAMP): $(MANIFESTS) $(RUN_STAMP) | $(BIN)/python
-	$(PIP) install --quiet -c constraints.txt -e '.[engine,nixl,dev]'
+	$(PIP) install --quiet -c constraints.txt -e '.[engine,nixl,bench,dev]'
 	@touch $@

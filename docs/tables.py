@@ -19,6 +19,7 @@ from typing import Any
 
 from typer.models import ArgumentInfo
 
+from kvcourier.cli.bench import bench_ablate, bench_compare, bench_sweep
 from kvcourier.cli.demo import demo
 from kvcourier.cli.probe import probe
 from kvcourier.cli.route import route
@@ -30,7 +31,10 @@ from kvcourier.probe.run import ProbeConfig
 from kvcourier.router.config import RouterConfig, RouterLimits, Timeouts
 
 PAGE = Path(__file__).with_name("configuration.md")
-COMMANDS: tuple[Callable[..., None], ...] = (serve, route, probe, demo, vllm_config)
+COMMANDS: tuple[Callable[..., None], ...] = (
+    *(serve, route, probe, demo, vllm_config),
+    *(bench_sweep, bench_compare, bench_ablate),
+)
 SETTINGS: tuple[type, ...] = (
     EndpointConfig,
     Timing,
@@ -64,7 +68,7 @@ def flag_rows(command: Callable[..., None]) -> Iterator[tuple[str, str, str]]:
         names = [each for each in given if isinstance(each, str) and each.startswith("-")]
         flag = names[0] if names else f"--{name.replace('_', '-')}"
         if isinstance(option, ArgumentInfo):
-            flag = "-- ..."
+            flag = option.metavar or "-- ..."
         if kind is bool and not names:
             flag = f"{flag}`, `--no-{flag.removeprefix('--')}"
         yield f"`{flag}`", _default(parameter.default), _allowed(kind, option) + option.help

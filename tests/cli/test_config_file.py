@@ -138,3 +138,32 @@ def test_a_missing_file(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["serve", "m", "--config", str(tmp_path / "no.toml")])
     assert result.exit_code == 2
     assert "cannot read" in result.stderr
+
+
+def test_commands_of_a_group_have_tables_of_their_own(tmp_path: Path) -> None:
+    group, inner = typer.Typer(rich_markup_mode=None), typer.Typer(rich_markup_mode=None)
+
+    @inner.command("fast")
+    def fast(laps: int = 1, config: ConfigFile = None) -> None:
+        seen.update(laps=laps)
+
+    @group.command("plain")
+    def plain(config: ConfigFile = None) -> None:
+        seen.update(plain=True)
+
+    group.add_typer(inner, name="race")
+    path = tmp_path / "settings.toml"
+
+    def run_group(content: str, *arguments: str) -> Any:
+        path.write_text(content)
+        seen.clear()
+        return CliRunner().invoke(group, [*arguments, "--config", str(path)])
+
+    assert run_group("[race.fast]\nlaps = 3\n[plain]\n", "race", "fast").exit_code == 0
+    assert seen == {"laps": 3}
+    assert run_group("[race.fast]\nlaps = 3\n[plain]\n", "plain").exit_code == 0
+    for content, found in (("[race.slow]\n", "race.slow"), ("[race]\nlaps = 3\n", "race.laps")):
+        refused = run_group(content, "race", "fast")
+        assert refused.exit_code == 2
+        assert f"found '{found}'" in refused.output
+        assert "[plain], [race.fast]" in refused.output

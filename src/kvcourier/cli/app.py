@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from kvcourier.cli.bench import bench
 from kvcourier.cli.demo import demo
 from kvcourier.cli.probe import probe
 from kvcourier.cli.route import route
@@ -38,15 +39,15 @@ A prefill instance, a decode instance and a router, in three terminals:
 
 Or all of it at once, with a check of every token: kvcourier demo
 
-Every command takes --config FILE.toml: a table named after the command, keys named after its
-flags. A flag on the command line wins.
+Every command takes --config FILE.toml: a table named after the command ([bench.sweep] for `bench
+sweep`), keys named after its flags. A flag on the command line wins.
 
 \b
 Exit codes:
     0    done, or a server stopped by SIGTERM
     1    failed
     2    a flag or a setting cannot be used
-    130  interrupted by Ctrl-C (the demo and the probe: or by SIGTERM)
+    130  interrupted by Ctrl-C (demo, probe and bench: or by SIGTERM)
 """
 
 
@@ -102,6 +103,7 @@ app = typer.Typer(
 )
 for command in (demo, serve, route, probe, vllm_config):
     app.command()(command)
+app.add_typer(bench, name="bench")
 
 
 @app.callback()

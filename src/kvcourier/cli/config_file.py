@@ -26,18 +26,19 @@ def _load(context: typer.Context, path: Path | None) -> Path | None:
         raise typer.BadParameter(f"{path} is not TOML: {error}") from error
 
     commands = _command_names(context)
-    for name, table in content.items():
+    for name, table in _tables(content, commands):
         if name not in commands or not isinstance(table, dict):
             raise typer.BadParameter(
                 f"{path}: expected only tables named after commands "
                 f"({', '.join(f'[{command}]' for command in commands)}), found {name!r}"
             )
 
+    own = _own_name(context)
     parameters = {_key(parameter): parameter for parameter in _settable(context)}
     defaults: dict[str, Any] = {}
-    for key, value in content.get(str(context.info_name), {}).items():
+    for key, value in dict(_tables(content, commands)).get(own, {}).items():
         parameter = parameters.get(key.replace("_", "-"))
-        where = f"{path}: [{context.info_name}] {key}"
+        where = f"{path}: [{own}] {key}"
         if parameter is None:
             raise typer.BadParameter(f"{where} is no setting; {_suggest(key, sorted(parameters))}")
         defaults[parameter.name] = _as_typed(context, parameter, value, where)
@@ -57,9 +58,38 @@ ConfigFile = Annotated[
 ]
 
 
+def _own_name(context: typer.Context) -> str:
+    """The command as a table is named after it: `serve`, `bench.sweep`."""
+    names: list[str] = []
+    at: Any = context
+    # The outermost context is the program itself, if there is a group at all.
+    while at is not None and (at.parent is not None or at is context):
+        names.insert(0, str(at.info_name))
+        at = at.parent
+    return ".".join(names)
+
+
 def _command_names(context: typer.Context) -> Sequence[str]:
-    group: Any = context.parent.command if context.parent else None
-    return sorted(group.commands) if group is not None else [str(context.info_name)]
+    group: Any = context.find_root().command
+    if not hasattr(group, "commands"):
+        return [_own_name(context)]
+    names = []
+    for name, command in group.commands.items():
+        own = getattr(command, "commands", None)
+        names += [name] if own is None else [f"{name}.{each}" for each in own]
+    return sorted(names)
+
+
+def _tables(content: dict[str, Any], commands: Sequence[str]) -> list[tuple[str, Any]]:
+    """Each table with its name; those of a group of commands by the names of its commands."""
+    groups = {command.partition(".")[0] for command in commands if "." in command}
+    found: list[tuple[str, Any]] = []
+    for name, table in content.items():
+        if name in groups and isinstance(table, dict):
+            found += [(f"{name}.{each}", value) for each, value in table.items()]
+        else:
+            found.append((name, table))
+    return found
 
 
 def _settable(context: typer.Context) -> list[Any]:

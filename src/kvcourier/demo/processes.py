@@ -116,7 +116,7 @@ class Children:
                     stderr=subprocess.STDOUT,
                     env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
                     start_new_session=True,
-                    preexec_fn=_end_with_parent(),
+                    preexec_fn=end_with_parent(),
                 )
             except OSError as error:
                 raise ProcessFailed(f"{name}: cannot start {command[0]}: {error}") from error
@@ -192,12 +192,13 @@ def _undisturbed() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end_with_parent() -> "_EndWithParent | None":
+def end_with_parent() -> "_EndWithParent | None":
+    """What a child calls right after the fork to end with this process; None where none can."""
     return _EndWithParent() if sys.platform == "linux" else None
 
 
 class _EndWithParent:
-    """Runs in the child between fork and exec: everything it needs was looked up before."""
+    """Runs in the child right after the fork: everything it needs was looked up before."""
 
     def __init__(self) -> None:
         self._prctl = ctypes.CDLL(None, use_errno=True).prctl

@@ -24,9 +24,9 @@ from kvcourier.demo.traffic import StoryMissing, read_traffic
 PROGRAM = (sys.executable, "-m", "kvcourier")
 """What the children run, before their own arguments."""
 
-# One thread per process: three engines on two cores would only wait for each other, and the order
-# of additions in a matrix product, so the tokens, must not depend on the number of cores.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""One thread per process: three engines on two cores would only wait for each other, and the order
+of additions in a matrix product, so the tokens, must not depend on the number of cores."""
 _REQUEST_TIMEOUT_S = 60.0
 _WARM_UP_TOKENS = 4
 MODE_HEADER = "X-KV-Mode"
@@ -203,7 +203,7 @@ class _Demo:
             "--no-prefix-caching",
             "--kv-load-failure-policy=fail",
         )
-        return self._start(name, ["serve", *flags, *self._settings.serve_flags], _ENVIRONMENT)
+        return self._start(name, ["serve", *flags, *self._settings.serve_flags], ENVIRONMENT)
 
     def _start_router(self, prefill_url: str, decode_url: str) -> Child:
         return self._start(

@@ -1,0 +1,50 @@
+"""Several sides in turns, so that whatever drifts on the machine drifts for all of them.
+
+Decides when which side has its turn and when there is no time for another round. Refuses to know
+what the sides are.
+"""
+
+import time
+from collections.abc import Sequence
+
+from kvcourier.bench.plan import Cell, audiences, burst, turn_orders
+from kvcourier.bench.report import Report, Row
+from kvcourier.bench.session import Session
+from kvcourier.bench.target import Target
+
+
+def interleave(
+    session: Session,
+    report: Report,
+    sides: Sequence[tuple[Row, Target]],
+    num_turns: int,
+    ends_at_s: float = float("inf"),
+) -> None:
+    """Warm every side up, then give each a turn per round, with the same prompts and gaps.
+
+    Stops early, after the first round at the earliest, if the next would end after `ends_at_s`
+    (monotonic clock). All rows have the same cell.
+
+    Raises:
+        ProcessFailed: a process ended.
+    """
+    cell: Cell = sides[0][0].cell
+    names = audiences([target.processes for _, target in sides])
+    session.expect(cell.requests * num_turns * len(sides))
+    for row, target in sides:
+        failures = session.warm_up(target, cell.input_tokens)
+        report.problems += [f"warm-up of {row.name}: {each}" for each in failures]
+    longest_s = 0.0
+    for number, order in enumerate(turn_orders(len(sides), num_turns)):
+        began_s = time.monotonic()
+        if number and began_s + longest_s > ends_at_s:
+            report.notes.append(f"{number} of {num_turns} rounds: there was no time for more")
+            return
+        for side in order:
+            row, target = sides[side]
+            prompts = session.settings.prompts(cell.input_tokens, names[side])
+            label = f"round {number + 1} of {num_turns}, {row.name}"
+            row.collected.turns.append(
+                session.take_turn(label, target, burst(cell, prompts, number))
+            )
+        longest_s = max(longest_s, time.monotonic() - began_s)
