@@ -58,6 +58,7 @@ from kvcourier.ids import (
     RequestId,
     TransferId,
     TransferKey,
+    hold_id_of,
 )
 from kvcourier.layout import (
     CacheGeometry,
@@ -247,8 +248,8 @@ class Pair:
     def hold(self, request_id: str, transfer_id: str | None = None) -> None:
         """P accepts a prompt."""
         key = TransferKey(TransferId(transfer_id), 0) if transfer_id else None
-        hold_id = HoldId(f"{self.prefill.incarnation}:{next(self._names)}")
-        self._hold_ids[request_id] = hold_id
+        hold_id = hold_id_of(self.prefill.incarnation, next(self._names))
+        self.note_hold_id(request_id, hold_id)
         self.engine(self.prefill, HoldBegun(RequestId(request_id), hold_id, key))
 
     def finish(self, request_id: str, prompt: str, num_tokens: int) -> BlockGroups:
@@ -260,6 +261,10 @@ class Pair:
         self.note_held(request_id, num_tokens)
         self.engine(self.prefill, PrefillFinished(RequestId(request_id), blocks, num_tokens))
         return blocks
+
+    def note_hold_id(self, request_id: str, hold_id: HoldId) -> None:
+        """What P's answer will call its promise."""
+        self._hold_ids[request_id] = hold_id
 
     def note_held(self, request_id: str, num_tokens: int) -> None:
         """What P's answer will say of its tokens."""

@@ -28,6 +28,17 @@ AgentName = NewType("AgentName", str)
 """Name of a NIXL agent, one per rank and incarnation."""
 
 
+def hold_id_of(incarnation: Incarnation, serial: int) -> HoldId:
+    """The name of a life's hold of this number; they are counted from 1."""
+    return HoldId(f"{incarnation}:{serial}")
+
+
+def hold_serial(hold_id: str | None, incarnation: Incarnation) -> int | None:
+    """The number of one of this life's holds; None for any other text."""
+    life, _, number = (hold_id or "").rpartition(":")
+    return int(number) if life == incarnation and number.isascii() and number.isdecimal() else None
+
+
 class Rank(NamedTuple):
     """Position of one rank in its instance."""
 

@@ -3,8 +3,11 @@
 import pytest
 
 from kvcourier.config import Timing, TransferMode
+from kvcourier.core.events import HoldBegun, PrefillFinished
 from kvcourier.core.outcomes import Outcome
-from kvcourier.ids import Rank
+from kvcourier.core.workspace import Counted
+from kvcourier.ids import Incarnation, Rank, RequestId, hold_id_of
+from kvcourier.layout import TokenSpan
 from pair import Pair
 
 RECEIVED = {Outcome.RECEIVED, Outcome.RELEASED}
@@ -413,3 +416,58 @@ def test_a_restarted_holder_fails_a_pull_by_incarnation():
     pair.settle()
     assert pair.decode.outcomes("d1") == {Outcome.RECEIVE_FAILED, Outcome.RELEASED}
     assert any("restarted" in reason for reason in pair.decode.reasons["d1"])
+
+
+def leases_run_out(pair: Pair) -> int:
+    return sum(e.counts[Counted.LEASES_EXPIRED] for e in pair.prefill.endpoints.values())
+
+
+@pytest.mark.parametrize("ends", ["declined", "aborted"])
+def test_a_prompt_that_nobody_wants_any_more_when_it_comes_is_not_kept(ends):
+    """Its blocks would wait for the lease to run out: D will not say so again."""
+    pair = Pair()
+    pair.want_push("d1", "t1")
+    if ends == "declined":
+        pair.decline("d1")
+    else:
+        assert pair.reserve("d1", "hello", 0, 40)
+        pair.deliver_all()
+        pair.abort(pair.decode, "d1")
+    pair.deliver_all()
+    pair.hold("p1", "t1")
+    pair.finish("p1", "hello", 40)
+    assert Outcome.RELEASED in pair.prefill.outcomes("p1")
+    assert not leases_run_out(pair)
+    pair.settle()
+
+
+def test_a_prompt_that_was_read_before_its_engine_told_of_it_is_proven_and_let_go():
+    """An engine in another process speaks by its own socket: D may be heard first."""
+    pair = Pair()
+    span = TokenSpan(0, 40)
+    blocks = pair.prefill.take("p1", span)
+    pair.prefill.write("hello", blocks, span)
+    hold_id = hold_id_of(pair.prefill.incarnation, 1)
+    pair.note_hold_id("p1", hold_id)
+    pair.note_held("p1", 40)
+    pair.want_pull("d1", "p1", blocks)
+    assert pair.reserve("d1", "hello", 0, 40)
+    pair.deliver_all()
+    assert pair.decode.outcomes("d1") == RECEIVED
+    pair.engine(pair.prefill, HoldBegun(RequestId("p1"), hold_id, None))
+    pair.engine(pair.prefill, PrefillFinished(RequestId("p1"), blocks, 40))
+    assert pair.prefill.outcomes("p1") == SENT
+    assert not leases_run_out(pair)
+    pair.settle()
+
+
+def test_a_hold_of_another_life_is_not_waited_for():
+    pair = Pair()
+    pair.hold("p1")
+    blocks = pair.finish("p1", "hello", 40)
+    pair.note_hold_id("p1", hold_id_of(Incarnation("another life"), 9))
+    pair.want_pull("d1", "p1", blocks)
+    assert pair.reserve("d1", "hello", 0, 40)
+    pair.deliver_all()
+    assert Outcome.RECEIVE_FAILED in pair.decode.outcomes("d1")
+    pair.settle()

@@ -270,6 +270,13 @@ def test_a_courier_hears_what_was_understood_and_nothing_else(side, rank, params
     assert rank.next() == WantBegun("d1", parse_params(params, Limits()))
 
 
+def test_the_params_of_a_longer_prompt_mean_a_local_prefill(side, rank) -> None:
+    request = Request("d1", PULL | {"remote_num_tokens": 41}, 40)
+    side.on_new_request(request)
+    assert side.num_external_tokens(request, 0) == 0
+    assert rank.silent()
+
+
 def test_more_block_ids_than_fit_in_a_message_mean_a_local_prefill(side, rank) -> None:
     request = Request("d1", PULL | {"remote_block_ids": [[2**31 - 1] * (1 << 17)] * 64})
     side.on_new_request(request)

@@ -39,7 +39,7 @@ from kvcourier.core.peers import Peer, PeerState
 from kvcourier.core.rendezvous import Rendezvous
 from kvcourier.core.workspace import Counted, Owner, TimerKind, Workspace
 from kvcourier.errors import LocalProtocolError
-from kvcourier.ids import InstanceAddress, PeerRank, RequestId
+from kvcourier.ids import InstanceAddress, PeerRank, RequestId, hold_serial
 
 _MAX_REMEMBERED = 4096
 _CANCELLED = "cancelled"
@@ -54,6 +54,9 @@ class Holder:
         self._holds: dict[RequestId, Hold] = {}
         self._by_delivery: dict[DeliveryKey, Delivery] = {}
         self._waiting: dict[DeliveryKey, Registration] = {}
+        # Who needs nothing of a prompt that has not come: nobody else will say so again.
+        self._parted: dict[DeliveryKey, Cancel | Collected] = {}
+        self._newest_hold = 0
         self._rendezvous: Rendezvous[DeliveryKey] = Rendezvous()
         self._leases = LeaseTable()
         self._ended = EndedHolds(_MAX_REMEMBERED)
@@ -92,9 +95,14 @@ class Holder:
         if event.key is not None:
             self._space.stories.alias(event.key.transfer_id, event.request_id)
         self._space.note(event.request_id, "hold_begun")
+        serial = hold_serial(event.hold_id, self._space.me.incarnation)
+        self._newest_hold = max(self._newest_hold, serial or 0)
         for key in self._rendezvous.meet(event.request_id):
             self._space.cancel_timer(TimerKind.REGISTRATION, key)
-            self._attach(hold, self._waiting.pop(key))
+            if key in self._parted:
+                self._serve_parted(hold, self._parted.pop(key))
+            else:
+                self._attach(hold, self._waiting.pop(key))
 
     def finish_prefill(self, event: PrefillFinished) -> None:
         """All KV of a prompt is written.
@@ -165,6 +173,8 @@ class Holder:
         hold = self._find(message.name, peer, RequestId(message.request_id))
         if hold is not None:
             self._serve(hold, message, _CANCELLED)
+        else:
+            self._await_hold(key, message)
 
     def on_collected(self, message: Collected) -> None:
         """A wanter's rank has read the KV, or does not need it."""
@@ -172,10 +182,9 @@ class Holder:
         self._drop_waiting((peer, RequestId(message.request_id)))
         hold = self._find(message.name, peer, RequestId(message.request_id))
         if hold is not None:
-            how = "read" if message.read else "not_needed"
-            self._serve(hold, message, how)
+            self._serve(hold, message, _how(message))
         elif not self._ended.served(message.name, peer, RequestId(message.request_id)):
-            self._space.counts[Counted.STALE_REFUSED] += 1
+            self._await_hold((peer, RequestId(message.request_id)), message)
 
     def on_renew(self, message: Renew) -> None:
         """A heartbeat: extend the leases it names and say which of them still stand."""
@@ -195,7 +204,7 @@ class Holder:
             elif hold is not None and hold.state in (HoldState.COMPUTING, HoldState.HELD):
                 self._leases.renew(hold.request_id, self._space.now, self._lease_s)
                 known.append(item.request_id)
-            elif (peer, request_id) in self._waiting:
+            elif (peer, request_id) in self._waiting or self._has_yet_to_begin(item.name):
                 known.append(item.request_id)
             elif self._ended.served(item.name, peer, request_id):
                 served.append(item.request_id)
@@ -256,6 +265,10 @@ class Holder:
             )
 
     def _on_registration_expired(self, key: DeliveryKey) -> None:
+        if self._parted.pop(key, None) is not None:
+            self._rendezvous.withdraw(key)
+            self._space.counts[Counted.STALE_REFUSED] += 1
+            return
         registration = self._waiting[key]
         self._space.counts[Counted.REGISTRATIONS_EXPIRED] += 1
         self._drop_waiting(key)
@@ -325,6 +338,29 @@ class Holder:
     def _acknowledge_waiting(self, registration: Registration, peer: Peer) -> None:
         if peer.state is PeerState.CONNECTED and registration.peer.incarnation == peer.incarnation:
             self._deliveries.acknowledge(registration)
+
+    def _await_hold(self, key: DeliveryKey, message: Cancel | Collected) -> None:
+        """Somebody needs nothing of a hold that is not there. It may be one that has not begun:
+        the engine tells us of it by another way, which has no order with this one (vllm#43509)."""
+        name = message.name
+        # Found by its stripped id alone, it would stand in the way of a retry with the same id.
+        exact = name.transfer_id is not None or name.hold_id is not None
+        full = len(self._parted) >= self._space.limits.max_waiting_registrations
+        if full or not exact or self._ended.find(name) is not None:
+            self._space.counts[Counted.STALE_REFUSED] += 1
+            return
+        self._parted[key] = message
+        self._rendezvous.wait(key, claim_of(name, *key))
+        self._space.set_timer(TimerKind.REGISTRATION, key, self._space.timing.registration_ttl_s)
+
+    def _serve_parted(self, hold: Hold, message: Cancel | Collected) -> None:
+        if message.name.hold_id in (None, hold.hold_id):
+            self._serve(hold, message, _how(message))
+
+    def _has_yet_to_begin(self, name: HoldName) -> bool:
+        """Whether it names a hold of this life that our engine has not told us of yet."""
+        serial = hold_serial(name.hold_id, self._space.me.incarnation)
+        return serial is not None and serial > self._newest_hold
 
     def _remember_cancelled(self, key: DeliveryKey) -> None:
         self._cancelled[key] = None
@@ -417,6 +453,13 @@ class Holder:
     @property
     def _lease_s(self) -> float:
         return self._space.timing.kv_lease_duration
+
+
+def _how(message: Cancel | Collected) -> str:
+    """What it means that a rank needs nothing more, for the story."""
+    if isinstance(message, Cancel):
+        return _CANCELLED
+    return "read" if message.read else "not_needed"
 
 
 def _problem(message: Register) -> str:

@@ -43,6 +43,7 @@ from kvcourier.ids import (
     Rank,
     RequestId,
     TransferKey,
+    hold_id_of,
 )
 from kvcourier.layout.geometry import RankCache, TokenSpan
 from kvcourier.runtime.courier import Courier
@@ -171,7 +172,7 @@ class KvEndpoint:
             raise ParamsError("transfer_id", "an id that no running request has", key)
         with self._lock:
             self._num_holds += 1
-            hold_id = HoldId(f"{self.incarnation}:{self._num_holds}")
+            hold_id = hold_id_of(self.incarnation, self._num_holds)
             self._computing[request_id] = (hold_id, key)
         self._submit(HoldBegun(request_id, hold_id, key))
 

@@ -22,7 +22,7 @@ from kvcourier.core.params import (
     parse_params,
 )
 from kvcourier.errors import MappingError, ParamsError
-from kvcourier.ids import HoldId, Rank, RequestId, TransferKey
+from kvcourier.ids import HoldId, Rank, RequestId, TransferKey, hold_id_of
 from kvcourier.layout import TokenSpan
 from kvcourier.runtime.engine_link import (
     Abort,
@@ -125,7 +125,7 @@ class SchedulerSide:
                 request_id,
             )
         elif intent is not None:
-            self._want(request_id, intent)
+            self._want(request_id, intent, int(request.num_prompt_tokens))
 
     def num_external_tokens(self, request: Any, num_computed_tokens: int) -> int:
         """How many tokens after the computed ones come from somebody else. No side effects."""
@@ -214,10 +214,10 @@ class SchedulerSide:
             key,
         )
 
-    def _want(self, request_id: RequestId, intent: WantIntent) -> None:
-        limit = self._settings.endpoint.limits.max_block_ids
-        if isinstance(intent, PullIntent) and sum(map(len, intent.block_ids)) > limit:
-            _log.error("%s: computed without a transfer: more than %d block ids", request_id, limit)
+    def _want(self, request_id: RequestId, intent: WantIntent, num_tokens: int) -> None:
+        problem = _problem(intent, num_tokens, self._settings.endpoint.limits.max_block_ids)
+        if problem:
+            _log.error("%s: computed without a transfer: %s", request_id, problem)
             return
         self._wants[request_id] = _Phase.QUEUED
         self._link.send(Expect(request_id, _understood(intent)))
@@ -230,7 +230,7 @@ class SchedulerSide:
         if key is not None:
             self._keys.add(key)
         self._num_holds += 1
-        hold_id = HoldId(f"{self._settings.incarnation}:{self._num_holds}")
+        hold_id = hold_id_of(self._settings.incarnation, self._num_holds)
         self._holds[request_id] = (hold_id, key)
         self._link.send(
             BeginHold(
@@ -240,6 +240,20 @@ class SchedulerSide:
                 key.part if key is not None else 0,
             )
         )
+
+
+def _problem(intent: WantIntent, num_tokens: int, max_block_ids: int) -> str:
+    """Why these params cannot be used for a prompt of so many tokens, or nothing."""
+    if not isinstance(intent, PullIntent):
+        return ""
+    if sum(map(len, intent.block_ids)) > max_block_ids:
+        return f"more than {max_block_ids} block ids"
+    if (intent.num_tokens or 0) > num_tokens:
+        # With a longer prompt's params the KV of that prompt would be read as this one's.
+        return (
+            f"remote_num_tokens: at most {num_tokens}, as the prompt has, found {intent.num_tokens}"
+        )
+    return ""
 
 
 def _understood(intent: WantIntent) -> dict[str, Any]:
