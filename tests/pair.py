@@ -107,6 +107,7 @@ class Side:
     skew: float = 0.0
     rate: float = 1.0
     life: int = 0
+    is_written_to: bool = False
     modes: frozenset[TransferMode] = frozenset(TransferMode)
     endpoints: dict[Rank, Endpoint] = field(default_factory=dict)
     reports: dict[RequestId, dict[Rank, list[Outcome]]] = field(default_factory=dict)
@@ -129,7 +130,14 @@ class Side:
         }
         self.incarnation = Incarnation(f"{self.name}-life{self.life}")
         self.endpoints = {
-            rank: Endpoint(self.rank(rank), self.address, self.geometries, self.timing, LIMITS)
+            rank: Endpoint(
+                self.rank(rank),
+                self.address,
+                self.geometries,
+                self.timing,
+                LIMITS,
+                lambda command: self.is_written_to,
+            )
             for rank in geometries
         }
         self.reports, self.reasons, self.lent = {}, {}, {}
@@ -227,6 +235,8 @@ class Pair:
         prefill: dict[str, object] | None = None,
         decode: dict[str, object] | None = None,
         timing: Timing | None = None,
+        *,
+        written_pulls: bool = False,
     ) -> None:
         self.now = 0.0
         self.items: list[Item] = []
@@ -236,6 +246,7 @@ class Pair:
         timing = timing or Timing()
         self.prefill = Side("p", _address("p", 1), timing, prefill or {})
         self.decode = Side("d", _address("d", 2), timing, decode or {})
+        self.decode.is_written_to = written_pulls
         self.sides = {"p": self.prefill, "d": self.decode}
         self._lost: dict[Incarnation, InstanceAddress] = {}
         self._hold_ids: dict[str, HoldId] = {}

@@ -39,9 +39,10 @@ def pull(pair: Pair, num_tokens: int = 40, start: int = 0) -> None:
 
 
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@pytest.mark.parametrize("written_pulls", [False, True], ids=["read", "written"])
 @pytest.mark.parametrize("transfer", [push, pull])
-def test_without_faults_everything_completes(transfer, shapes):
-    pair = Pair(*shapes)
+def test_without_faults_everything_completes(transfer, written_pulls, shapes):
+    pair = Pair(*shapes, written_pulls=written_pulls)
     transfer(pair)
     pair.deliver_all()
     assert pair.decode.outcomes("d1") == RECEIVED
@@ -469,5 +470,37 @@ def test_a_hold_of_another_life_is_not_waited_for():
     pair.want_pull("d1", "p1", blocks)
     assert pair.reserve("d1", "hello", 0, 40)
     pair.deliver_all()
+    assert Outcome.RECEIVE_FAILED in pair.decode.outcomes("d1")
+    pair.settle()
+
+
+@pytest.mark.parametrize("written_pulls", [False, True], ids=["read", "written"])
+def test_a_pull_is_read_or_written_as_preferred(written_pulls):
+    pair = Pair(written_pulls=written_pulls)
+    pull(pair)
+    kinds = set()
+    while pair.items:
+        kinds.add(pair.items[0].kind)
+        pair.deliver(pair.items[0])
+    assert ("write" in kinds, "read" in kinds) == (written_pulls, not written_pulls)
+    assert pair.decode.outcomes("d1") == RECEIVED
+    pair.settle()
+
+
+@pytest.mark.parametrize("written_pulls", [False, True], ids=["read", "written"])
+def test_a_used_reference_to_reused_blocks_fails(written_pulls):
+    """O6: the blocks are another prompt's by now, under the same request id."""
+    pair = Pair(written_pulls=written_pulls)
+    pair.hold("p1")
+    blocks = pair.finish("p1", "hello", 40)
+    stale = pair.pull_intent("p1", blocks)
+    pair.abort(pair.prefill, "p1")
+    pair.prefill.reports.pop(RequestId("p1"))
+    pair.hold("p1")
+    pair.finish("p1", "somebody else's", 40)
+    pair.want("d1", stale)
+    assert pair.reserve("d1", "hello", 0, 40)
+    pair.deliver_all()
+    assert Outcome.RECEIVED not in pair.decode.outcomes("d1")
     assert Outcome.RECEIVE_FAILED in pair.decode.outcomes("d1")
     pair.settle()

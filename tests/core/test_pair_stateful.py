@@ -53,9 +53,10 @@ class PairMachine(RuleBasedStateMachine):
         shapes=SHAPES,
         skew=st.floats(-1e5, 1e5),
         rate=st.sampled_from([0.9, 1.0, 1.1]),
+        written_pulls=st.booleans(),
     )
-    def begin(self, shapes, skew, rate):
-        self.pair = Pair(*shapes, timing=TIMING)
+    def begin(self, shapes, skew, rate, written_pulls):
+        self.pair = Pair(*shapes, timing=TIMING, written_pulls=written_pulls)
         self.pair.decode.skew, self.pair.decode.rate = skew, rate
         self.count = 0
         self.tokens = {}

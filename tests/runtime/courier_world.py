@@ -15,7 +15,6 @@ from kvcourier.transport.memory import Fate, InFlight, MemoryNetwork, MemoryTran
 
 SOURCE, TARGET = [5, 0, 3], [6, 1, 4]
 STOP = 40
-END_OF = {"push": Operation.WRITE, "pull": Operation.READ}
 STRANGER = PeerRank(EngineId("x"), Incarnation("life-of-x"), Rank(0, 0))
 
 
@@ -47,6 +46,11 @@ class World:
 
     def pair(self, **timing: float) -> tuple[Rig, Rig]:
         return tuple(self.rig(name, timing=Timing(**timing)) for name in ("p", "d"))
+
+    def operation(self, mode: str) -> Operation:
+        """What ends a transfer: a pull is written as well where it goes packed."""
+        reads = mode == "pull" and self.staging.path is PathPolicy.DIRECT
+        return Operation.READ if reads else Operation.WRITE
 
     def plan(self, operation: Operation, fate: Fate) -> None:
         self.network.fault_plan = lambda item: fate if item.operation is operation else Fate.DELIVER

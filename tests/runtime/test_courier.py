@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from endpoint_rig import DIRECT
 from kvcourier.config import TransferMode
 from kvcourier.core.handshake import request
 from kvcourier.core.messages import (
@@ -21,7 +22,6 @@ from kvcourier.runtime.reports import Outcome
 from kvcourier.transport.interface import Operation
 from kvcourier.transport.memory import Fate, InFlight, MemoryTransport
 from runtime.courier_world import (
-    END_OF,
     SOURCE,
     STOP,
     STRANGER,
@@ -48,14 +48,14 @@ MODES = pytest.mark.parametrize("mode", ["push", "pull"])
 def test_an_operation_that_cannot_be_posted_or_fails(world, mode, fate):
     """vllm#50754: a write that could not be posted told nobody."""
     prefill, decode = world.pair()
-    world.plan(END_OF[mode], fate)
+    world.plan(world.operation(mode), fate)
     transfer(prefill, decode, mode, "x")
     assert "by the fault plan" in failure(decode, "d-x")
     prefill.wait_for("p-x", Outcome.RELEASED)
     assert len(prefill.of("p-x")) == 2
     assert decode.touched() == set()
-    poster = prefill if mode == "push" else decode
-    labels = {"operation": END_OF[mode]}
+    poster = prefill if world.operation(mode) is Operation.WRITE else decode
+    labels = {"operation": world.operation(mode)}
     registry = poster.endpoint.registry
     assert registry.get_sample_value("kvcourier_failed_transfers_total", labels) == 1
     world.heal()
@@ -106,6 +106,7 @@ def test_a_write_that_does_not_end_fails_in_time_and_keeps_its_blocks(world):
     assert failure(decode, "d-x")
 
 
+@pytest.mark.parametrize("world", [DIRECT], indirect=True)
 def test_a_read_that_does_not_end_fails_in_time_and_keeps_its_blocks(world):
     prefill, decode = world.pair(transfer_timeout_s=0.05)
     world.plan(Operation.READ, Fate.HOLD)

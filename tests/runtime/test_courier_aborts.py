@@ -52,9 +52,10 @@ def writing(world, prefill, decode, port):
 
 
 def reading(world, prefill, decode, port):
-    world.plan(Operation.READ, Fate.HOLD)
+    operation = world.operation("pull")
+    world.plan(operation, Fate.HOLD)
     transfer(prefill, decode, "pull", "x")
-    world.held(decode, Operation.READ)
+    world.held(decode, operation)
 
 
 PHASES = [

@@ -177,3 +177,21 @@ def test_a_lost_open_falls_back(packed, monkeypatch):
     transfer(prefill, decode, "push", "x")
     received(prefill, decode, "x")
     assert posted(prefill, "p-x")[-1]["path"] == "direct"
+
+
+def test_a_pull_of_scattered_blocks_is_written_by_the_holder(packed):
+    prefill, decode = packed.pair()
+    transfer(prefill, decode, "pull", "x")
+    received(prefill, decode, "x")
+    assert posted(prefill, "p-x")[0]["path"] == "packed"
+    assert not posted(decode, "d-x")
+    packed.still_works(prefill, decode)
+
+
+@pytest.mark.parametrize("bare", ["p", "d"])
+def test_a_pull_is_read_where_one_side_has_no_staging(packed, bare):
+    staging = {name: DIRECT if name == bare else MANY_PARCELS for name in "pd"}
+    prefill, decode = (packed.rig(name, staging=staging[name]) for name in "pd")
+    transfer(prefill, decode, "pull", "x")
+    received(prefill, decode, "x")
+    assert posted(decode, "d-x")[0]["operation"] == "READ"

@@ -5,6 +5,7 @@ when they are due; `wanter` does that.
 """
 
 from kvcourier.core.commands import PostRead, SendNotification
+from kvcourier.core.events import NOT_POSTED, OperationId
 from kvcourier.core.messages import (
     Cancel,
     Collected,
@@ -17,6 +18,7 @@ from kvcourier.core.params import PullIntent
 from kvcourier.core.wants import Link, Want
 from kvcourier.core.workspace import Workspace
 from kvcourier.ids import InstanceAddress
+from kvcourier.layout.routes import Route
 
 
 class Asks:
@@ -52,20 +54,25 @@ class Asks:
 
     def read(self, want: Want, link: Link) -> None:
         """READ everything we take from this rank."""
-        assert isinstance(want.intent, PullIntent)
         for route in link.routes:
-            self._space.emit(
-                PostRead(
-                    operation_id=self._space.flights.launch(want.owner(link)),
-                    peer=link.peer,
-                    address=want.address,
-                    route=route,
-                    own_block_ids=want.block_ids,
-                    peer_block_ids=want.intent.block_ids,
-                    num_held=want.intent.num_tokens or want.span.stop,
-                    span=want.span,
-                )
-            )
+            operation_id = self._space.flights.launch(want.owner(link))
+            self._space.emit(self.read_command(want, link, route, operation_id))
+
+    def read_command(
+        self, want: Want, link: Link, route: Route, operation_id: OperationId = NOT_POSTED
+    ) -> PostRead:
+        """The READ of one route; without an operation's id only to be looked at."""
+        assert isinstance(want.intent, PullIntent)
+        return PostRead(
+            operation_id=operation_id,
+            peer=link.peer,
+            address=want.address,
+            route=route,
+            own_block_ids=want.block_ids,
+            peer_block_ids=want.intent.block_ids,
+            num_held=want.intent.num_tokens or want.span.stop,
+            span=want.span,
+        )
 
     def renewal(self, want: Want) -> RenewItem:
         """Keep the hold alive."""

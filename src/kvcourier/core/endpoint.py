@@ -50,7 +50,7 @@ from kvcourier.core.messages import (
 )
 from kvcourier.core.peers import Peer, PeerState
 from kvcourier.core.stories import StoryEntry
-from kvcourier.core.wanter import Wanter
+from kvcourier.core.wanter import Wanter, WritePreference
 from kvcourier.core.wants import WriteTarget
 from kvcourier.core.workspace import Counted, TimerKind, Workspace
 from kvcourier.errors import MappingError
@@ -69,6 +69,7 @@ class Endpoint:
         geometries: cache groups of every rank of our instance.
         timing: every duration of the protocol.
         limits: bounds on what peers may send and make us keep.
+        prefers_write: whether what a READ would move should rather be written by its holder.
     """
 
     def __init__(
@@ -78,12 +79,13 @@ class Endpoint:
         geometries: Mapping[Rank, GroupGeometries],
         timing: Timing,
         limits: Limits,
+        prefers_write: WritePreference = lambda command: False,
     ) -> None:
         self.me = me
         self.quarantine_limit_s = timing.quarantine_limit_s
         self._space = Workspace(me, geometries, timing, limits)
         self._holder = Holder(self._space)
-        self._wanter = Wanter(self._space, address)
+        self._wanter = Wanter(self._space, address, prefers_write)
         self._beat_serial = 0
         self._beats: dict[tuple[PeerRank, int], float] = {}
         self._timer_handlers: Mapping[TimerKind, Callable[[Any], object]] = {

@@ -24,6 +24,9 @@ from kvcourier.layout.geometry import GroupGeometries, TokenSpan
 OperationId = NewType("OperationId", int)
 """The core's name for one posted operation."""
 
+NOT_POSTED = OperationId(-1)
+"""In place of one, in a command that is only looked at."""
+
 BlockGroups = tuple[tuple[BlockId, ...], ...]
 """Block ids per cache group, each list in token order.
 

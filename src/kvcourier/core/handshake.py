@@ -87,7 +87,7 @@ class StagingOffer(msgspec.Struct, frozen=True):
 class RankOffer(msgspec.Struct, frozen=True):
     """How to reach one rank: its agent, its side-channel port (same host), its cache.
 
-    Without `staging` nothing can be sent to it packed.
+    Without `staging` nothing can be sent to it packed; `packs` says whether it can send so.
     """
 
     rank: RankPair
@@ -97,6 +97,7 @@ class RankOffer(msgspec.Struct, frozen=True):
     groups: list[GroupOffer]
     regions: list[tuple[Bytes63, Bytes63, MemoryKind, Index]]
     staging: StagingOffer | None = None
+    packs: bool = False
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -159,6 +160,7 @@ class RankContact:
     agent_metadata: bytes
     side_channel_port: int
     staging: StagingOffer | None
+    packs: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -293,6 +295,7 @@ def rank_offer(
     agent_metadata: bytes,
     side_channel_port: int,
     staging: StagingOffer | None = None,
+    packs: bool = False,
 ) -> RankOffer:
     """One rank's part of an offer."""
     return RankOffer(
@@ -303,6 +306,7 @@ def rank_offer(
         groups=[_group_offer(group.geometry, group.placement) for group in cache.groups],
         regions=[(r.address, r.size_bytes, r.memory, r.device_id) for r in cache.regions],
         staging=staging,
+        packs=packs,
     )
 
 
@@ -362,7 +366,12 @@ def _contact(offer: RankOffer, limits: Limits) -> RankContact:
             ]
         )
     return RankContact(
-        cache, AgentName(offer.agent_name), offer.agent_metadata, offer.side_channel_port, staging
+        cache,
+        AgentName(offer.agent_name),
+        offer.agent_metadata,
+        offer.side_channel_port,
+        staging,
+        offer.packs,
     )
 
 

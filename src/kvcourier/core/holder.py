@@ -154,7 +154,9 @@ class Holder:
             self._deliveries.refuse(registration, problem)
             return
         request_id = self._rendezvous.find(registration.claim)
-        if request_id is not None:
+        if request_id is not None and not self._holds[request_id].is_meant_by(message.name):
+            self._deliveries.refuse(registration, "the KV of that prompt is not held any more")
+        elif request_id is not None:
             self._attach(self._holds[request_id], registration)
         else:
             self._wait(registration)
@@ -354,7 +356,7 @@ class Holder:
         self._space.set_timer(TimerKind.REGISTRATION, key, self._space.timing.registration_ttl_s)
 
     def _serve_parted(self, hold: Hold, message: Cancel | Collected) -> None:
-        if message.name.hold_id in (None, hold.hold_id):
+        if hold.is_meant_by(message.name):
             self._serve(hold, message, _how(message))
 
     def _has_yet_to_begin(self, name: HoldName) -> bool:
@@ -388,9 +390,7 @@ class Holder:
             return delivery.hold
         found = self._rendezvous.find(claim_of(name, peer, request_id))
         hold = self._holds.get(found) if found is not None else None
-        if hold is None or name.hold_id not in (None, hold.hold_id):
-            return None
-        return hold
+        return hold if hold is not None and hold.is_meant_by(name) else None
 
     def _serve(self, hold: Hold, message: Cancel | Collected, how: str) -> None:
         """One of the wanter's ranks needs nothing more from us."""

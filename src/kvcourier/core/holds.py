@@ -116,6 +116,10 @@ class Hold:
         self.needed |= ranks
         return True
 
+    def is_meant_by(self, name: HoldName) -> bool:
+        """Whether a name, by which it was found, promises this very hold and not one before it."""
+        return name.hold_id in (None, self.hold_id)
+
     @property
     def all_served(self) -> bool:
         """Whether every rank that needs something has been served."""

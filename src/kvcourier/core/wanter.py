@@ -13,7 +13,7 @@ from typing import Any
 
 from kvcourier.config import TransferMode
 from kvcourier.core.asks import Asks
-from kvcourier.core.commands import Abandon
+from kvcourier.core.commands import Abandon, PostRead
 from kvcourier.core.coverage import Coverage
 from kvcourier.core.events import BlocksReserved, WantBegun
 from kvcourier.core.lifecycle import WantEvent, WantState
@@ -40,11 +40,18 @@ _TIMEOUT_REASONS = {
 }
 
 
+WritePreference = Callable[[PostRead], bool]
+"""Whether what this READ would move should rather be written by its holder."""
+
+
 class Wanter:
     """All wants of one rank."""
 
-    def __init__(self, space: Workspace, own_address: InstanceAddress) -> None:
+    def __init__(
+        self, space: Workspace, own_address: InstanceAddress, prefers_write: WritePreference
+    ) -> None:
         self._space = space
+        self._prefers_write = prefers_write
         self._asks = Asks(space, own_address)
         self._wants: dict[RequestId, Want] = {}
         self.on_timer: Mapping[TimerKind, Callable[[Any], None]] = {
@@ -194,7 +201,7 @@ class Wanter:
         want, link = self._match(peer, request_id)
         if want is None or link is None:
             return
-        pulling = want.pulls and want.state in (WantState.READING, WantState.PROVING)
+        pulling = want.reads and want.state in (WantState.READING, WantState.PROVING)
         # Before its acknowledgement a registration may have been on its way, so "not known" means
         # nothing; so it does where it was asked before that.
         forgotten = want.state is WantState.REGISTERED and asked_at > want.registered_at
@@ -323,10 +330,22 @@ class Wanter:
             problem = _mismatch(want, peer)
             if problem:
                 self._end(want, Outcome.RECEIVE_FAILED, problem)
-            elif want.pulls:
-                self._read(want)
             else:
-                self._register(want)
+                want.written_to = self._should_be_written_to(want, peer)
+                if want.reads:
+                    self._read(want)
+                else:
+                    self._register(want)
+
+    def _should_be_written_to(self, want: Want, peer: Peer) -> bool:
+        """Whether a pull goes faster if the holder writes: then it can pack scattered blocks."""
+        if not want.pulls or TransferMode.PUSH not in peer.modes:
+            return False
+        return any(
+            self._prefers_write(self._asks.read_command(want, link, route))
+            for link in want.sources
+            for route in link.routes
+        )
 
     def _register(self, want: Want) -> None:
         want.advance(WantEvent.REGISTRATION_SENT)
@@ -357,7 +376,7 @@ class Wanter:
     def _receive(self, want: Want, event: WantEvent) -> None:
         self._space.tell(Side.WANT, want.request_id, Outcome.RECEIVED)
         # A written-to holder rank knows by itself; one that we READ from or only free does not.
-        self._let_go(want, read=want.pulls)
+        self._let_go(want, read=want.reads)
         self._release(want, event)
 
     def _part(self, want: Want) -> None:
@@ -387,7 +406,7 @@ class Wanter:
         """The KV will not come, or is not wanted; None where the engine needs no outcome."""
         if outcome is not None:
             self._space.tell(Side.WANT, want.request_id, outcome, reason)
-        if not want.pulls:
+        if not want.reads:
             for link in want.sources:
                 self._asks.cancel(want, link)
         self._let_go(want, read=False)
@@ -442,7 +461,7 @@ class Wanter:
             for link in want.sources:
                 if not link.acknowledged:
                     self._asks.register(want, link)
-        elif want.state is WantState.QUARANTINED and not want.pulls:
+        elif want.state is WantState.QUARANTINED and not want.reads:
             for link in want.sources:
                 if link.may_write:
                     self._asks.cancel(want, link)
@@ -455,7 +474,7 @@ class Wanter:
     def _let_go(self, want: Want, *, read: bool) -> None:
         """Free the holder ranks that do not know by themselves that we need nothing more."""
         for link in want.links.values():
-            if want.pulls or not link.routes or want.state is WantState.PARTING:
+            if want.reads or not link.routes or want.state is WantState.PARTING:
                 self._asks.let_go(want, link, read=read)
 
     def _match(self, peer: PeerRank, request_id: str) -> tuple[Want | None, Link | None]:

@@ -74,6 +74,7 @@ class Want:
     links: dict[Rank, Link] = field(default_factory=dict)
     block_ids: BlockGroups = ()
     span: TokenSpan = _NOTHING
+    written_to: bool = False
     num_connects: int = 0
     rechecked: bool = False
     registered_at: float = 0.0
@@ -87,8 +88,14 @@ class Want:
 
     @property
     def pulls(self) -> bool:
-        """Whether we READ; else we are written to."""
+        """Whether the holder has finished and told where its blocks are."""
         return isinstance(self.intent, PullIntent)
+
+    @property
+    def reads(self) -> bool:
+        """Whether we READ; else we register and are written to, in a pull as well if
+        `written_to`."""
+        return self.pulls and not self.written_to
 
     @property
     def sources(self) -> list[Link]:

@@ -12,7 +12,7 @@ equal on both sides goes into `compatibility.EQUAL_FIELDS`; a new bound on a pee
 """
 
 from kvcourier.layout.bind import BoundPieces, bind, estimate_pieces
-from kvcourier.layout.blocks import BlockRun, block_run
+from kvcourier.layout.blocks import BlockRun, block_run, units_of
 from kvcourier.layout.compatibility import differing_fields, require_same_model
 from kvcourier.layout.geometry import (
     CacheGeometry,
@@ -75,5 +75,6 @@ __all__ = [
     "shard_geometry",
     "split_heads",
     "split_layers",
+    "units_of",
     "validate_cache",
 ]

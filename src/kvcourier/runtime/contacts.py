@@ -56,6 +56,10 @@ class Contact:
         """Where that rank takes parcels; None if it takes none."""
         return self._rank(rank).staging
 
+    def packs(self, rank: Rank) -> bool:
+        """Whether that rank can send packed."""
+        return self._rank(rank).packs
+
     def close(self) -> None:
         """Forget its agents; operations in flight go on being polled."""
         for agent in self._agents.values():

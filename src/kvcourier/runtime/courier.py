@@ -165,6 +165,11 @@ class Courier:
         """Where peers may write parcels."""
         return self._receiver.offer
 
+    def prefers_write(self, command: PostRead) -> bool:
+        """Whether the holder should rather write, packed, what this would READ."""
+        staging = self._receiver.offer
+        return staging is not None and self._postings.prefers_write(command, staging)
+
     def start(self) -> None:
         """Run from now on."""
         self._thread.start()

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcourier.core.commands import PostRead, PostWrite
-from kvcourier.core.events import BlockGroups
 from kvcourier.core.wants import WriteTarget
 from kvcourier.layout import (
     BlockRun,
@@ -25,6 +24,7 @@ from kvcourier.layout import (
     pack_source,
     pack_target,
     plan_mapping,
+    units_of,
 )
 from kvcourier.transport.interface import Descriptors
 
@@ -48,28 +48,28 @@ class MappingCache:
 
     def for_write(self, command: PostWrite) -> LocalAndRemote:
         """Descriptors of a WRITE. Raises MappingError: the block ids do not fit the caches."""
-        pieces = self._bind(command, command.own_block_ids, command.peer_block_ids)
+        pieces = bind(*self._bound(command), _layers(command))
         source, target = _sides(pieces)
         return LocalAndRemote(source, target, pieces.num_bytes)
 
     def for_read(self, command: PostRead) -> LocalAndRemote:
         """Descriptors of a READ. Raises MappingError: the block ids do not fit the caches."""
-        pieces = self._bind(command, command.peer_block_ids, command.own_block_ids)
+        pieces = bind(*self._bound(command))
         source, target = _sides(pieces)
         return LocalAndRemote(target, source, pieces.num_bytes)
 
-    def estimate_pieces(self, command: PostWrite) -> int:
-        """How many descriptors `for_write` would make. Raises MappingError."""
-        return estimate_pieces(
-            *self._bound(command, command.own_block_ids, command.peer_block_ids),
-            command.notice.layers,
-        )
+    def estimate_pieces(self, command: PostWrite | PostRead) -> int:
+        """How many descriptors `for_write` or `for_read` would make. Raises MappingError."""
+        return estimate_pieces(*self._bound(command), _layers(command))
+
+    def num_bytes(self, command: PostWrite | PostRead) -> int:
+        """How many bytes would move. Raises MappingError."""
+        plan, *_, span = self._bound(command)
+        return len(units_of(span, plan.unit_tokens)) * plan.bytes_per_unit
 
     def pack_source(self, command: PostWrite) -> list[PackedSide]:
         """Our side of a packed WRITE, as `for_write` binds it. Raises MappingError."""
-        plan, source, _, blocks, _, span = self._bound(
-            command, command.own_block_ids, command.peer_block_ids
-        )
+        plan, source, _, blocks, _, span = self._bound(command)
         return [pack_source(plan, source, blocks, span, command.notice.layers)]
 
     def pack_target(self, target: WriteTarget, layers: Sequence[int] | None) -> list[PackedSide]:
@@ -79,18 +79,14 @@ class MappingCache:
         blocks = block_run("target", self._own, group, target.block_ids, target.wanted)
         return [pack_target(plan, self._own.groups[group], blocks, target.span, layers)]
 
-    def _bind(
-        self, command: PostWrite | PostRead, source_ids: BlockGroups, target_ids: BlockGroups
-    ) -> BoundPieces:
-        layers = command.notice.layers if isinstance(command, PostWrite) else None
-        return bind(*self._bound(command, source_ids, target_ids), layers)
-
     def _bound(
-        self, command: PostWrite | PostRead, source_ids: BlockGroups, target_ids: BlockGroups
+        self, command: PostWrite | PostRead
     ) -> tuple[MappingPlan, GroupCache, GroupCache, BlockRun, BlockRun, TokenSpan]:
         """What `bind` and `estimate_pieces` are given first."""
         route, writes = command.route, isinstance(command, PostWrite)
         source, target = (self._own, self._peer) if writes else (self._peer, self._own)
+        ids = command.own_block_ids, command.peer_block_ids
+        source_ids, target_ids = ids if writes else reversed(ids)
         held = TokenSpan(0, command.num_held)
         return (
             self._plan(route, source, target, writes=writes),
@@ -113,6 +109,11 @@ class MappingCache:
                 route,
             )
         return self._plans[key]
+
+
+def _layers(command: PostWrite | PostRead) -> list[int] | None:
+    """The layers that move; None for all of the route."""
+    return command.notice.layers if isinstance(command, PostWrite) else None
 
 
 def _sides(pieces: BoundPieces) -> tuple[Descriptors, Descriptors]:

@@ -20,6 +20,7 @@ from kvcourier.core.events import (
     TransferFailed,
     TransferPosted,
 )
+from kvcourier.core.handshake import StagingOffer
 from kvcourier.core.messages import GrantSlots, RefuseStream, encode
 from kvcourier.core.packing import NO_STAGING
 from kvcourier.errors import MappingError, PostFailed, RemoteProtocolError
@@ -100,6 +101,23 @@ class Postings:
         except _REFUSALS as error:
             return self._refused(command, error)
 
+    def prefers_write(self, command: PostRead, staging: StagingOffer) -> bool:
+        """Whether what this would READ comes faster packed, into our staging memory."""
+        if self._policy is PathPolicy.DIRECT:
+            return False
+        try:
+            contact = self._contacts.get(command.address, command.peer)
+            if not contact.packs(command.peer.rank):
+                return False
+            mapping = contact.mapping(command.peer.rank)
+            pieces, num_bytes = mapping.estimate_pieces(command), mapping.num_bytes(command)
+        except _REFUSALS:
+            # The READ will say what is wrong with it.
+            return False
+        num_parcels = -(-num_bytes // staging.slot_bytes)
+        path, _ = self._chooser(command).choose(pieces, num_parcels, num_bytes)
+        return path is TransferPath.PACKED
+
     def abandon(self, operation_id: OperationId) -> None:
         """Stop polling an operation."""
         flight = self._flights.pop(operation_id, None)
@@ -177,10 +195,9 @@ class Postings:
         if status.state is TransferState.DONE:
             seconds = self._clock() - flight.posted_at
             self._observer.completed(flight.operation, seconds)
-            if isinstance(flight.command, PostWrite):
-                self._chooser(flight.command).learn_direct(
-                    flight.num_pieces, flight.num_bytes, flight.post_s, seconds
-                )
+            self._chooser(flight.command).learn_direct(
+                flight.num_pieces, flight.num_bytes, flight.post_s, seconds
+            )
             return [TransferCompleted(operation_id)]
         self._observer.failed(flight.operation)
         return _failure(flight.command, status.reason, status.peer_lost)
@@ -242,7 +259,7 @@ class Postings:
         self._observer.failed(Operation.WRITE)
         return _failure(command, result.reason, result.peer_lost)
 
-    def _chooser(self, command: PostWrite) -> PathChooser:
+    def _chooser(self, command: Command) -> PathChooser:
         peer = command.peer
         if peer not in self._choosers:
             memory = self._contacts.memory

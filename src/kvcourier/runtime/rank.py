@@ -59,6 +59,8 @@ def open_rank(
             geometries,
             config.timing,
             config.limits,
+            # Asked only once the courier runs.
+            lambda command: courier.prefers_write(command),
         ),
         cache,
         transport,
@@ -78,5 +80,6 @@ def open_rank(
         transport.agent_metadata(),
         channel.port,
         courier.staging_offer,
+        staging.send is not None,
     )
     return courier, offer
