@@ -29,6 +29,7 @@ from kvcourier.core.commands import (
 from kvcourier.core.endpoint import Endpoint
 from kvcourier.core.events import (
     ConnectFailed,
+    EngineEvent,
     Event,
     MessageReceived,
     PeerConnected,
@@ -58,7 +59,7 @@ from kvcourier.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from kvcourier.ids import InstanceAddress, PeerRank
+from kvcourier.ids import InstanceAddress, PeerRank, RequestId
 from kvcourier.layout import PackedSide, RankCache
 from kvcourier.runtime.contacts import Contacts
 from kvcourier.runtime.engine_link import EngineToken, decode_call
@@ -71,6 +72,8 @@ from kvcourier.runtime.staging import StagingPair
 from kvcourier.transport.interface import Notification, Transport
 
 _log = logging.getLogger(__name__)
+Ready = Callable[[], bool]
+_Submitted = tuple[EngineEvent, Ready | None]
 _UNKNOWN_WRITER = (Landed, Parcel)
 """Notices that only a connected peer's agent may send."""
 
@@ -122,7 +125,8 @@ class Courier:
         self._on_death = on_death
         self._engine_token = engine_token
         self._clock = clock
-        self._inbox: deque[Event] = deque()
+        self._inbox: deque[_Submitted] = deque()
+        self._unready: dict[RequestId, deque[_Submitted]] = {}
         self._events: deque[Event] = deque()
         me = sender_fields(endpoint.me)
         self._postings = Postings(
@@ -174,9 +178,13 @@ class Courier:
         """Run from now on."""
         self._thread.start()
 
-    def submit(self, event: Event) -> None:
-        """Hand an event over, from any thread; handled in order, soon."""
-        self._inbox.append(event)
+    def submit(self, event: EngineEvent, ready: Ready | None = None) -> None:
+        """Hand an event over, from any thread; handled in order, soon.
+
+        With `ready`, it has happened only once that returns True, and is handled then; later events
+        of the same request wait behind it.
+        """
+        self._inbox.append((event, ready))
         self._channel.wake()
 
     def raise_if_dead(self) -> None:
@@ -213,7 +221,8 @@ class Courier:
     def step(self) -> None:
         """Take everything that has come and do what follows from it; never waits."""
         while self._inbox:
-            self._handle(self._inbox.popleft())
+            self._accept(*self._inbox.popleft())
+        self._handle_ready()
         for address, payload in self._channel.answers():
             self._on_handshake_answer(address, payload)
         for identity, payload in self._channel.messages():
@@ -233,7 +242,7 @@ class Courier:
         if self._inbox:
             return 0.0
         config = self._config
-        if self._postings.streaming or self._receiver.busy:
+        if self._postings.streaming or self._receiver.busy or self._unready:
             patience = config.poll_stream_s
         elif self._postings.busy or self.endpoint.awaits_notification:
             patience = config.poll_busy_s
@@ -244,6 +253,23 @@ class Courier:
             if deadline is not None:
                 patience = min(patience, max(0.0, deadline - self._clock()))
         return patience
+
+    def _accept(self, event: EngineEvent, ready: Ready | None) -> None:
+        """Handle an engine's event now, or once it and those before it have happened."""
+        waiting = self._unready.get(event.request_id)
+        if waiting is not None:
+            waiting.append((event, ready))
+        elif ready is not None and not ready():
+            self._unready[event.request_id] = deque([(event, ready)])
+        else:
+            self._handle(event)
+
+    def _handle_ready(self) -> None:
+        for request_id, waiting in list(self._unready.items()):
+            while waiting and (waiting[0][1] is None or waiting[0][1]()):
+                self._handle(waiting.popleft()[0])
+            if not waiting:
+                del self._unready[request_id]
 
     def _handle(self, event: Event) -> None:
         """Let the core take an event, and all events its commands lead to."""
@@ -327,7 +353,7 @@ class Courier:
             _log.error("%s", error)
             return True
         if event is not None:
-            self._handle(event)
+            self._accept(event, None)
         return event is not None
 
     def _on_notification(self, notification: Notification) -> None:
