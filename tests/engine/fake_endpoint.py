@@ -148,6 +148,7 @@ class FakeEndpoint:
         self.memory: CacheMemory
         self.owned: dict[RequestId, list[int]] = {}
         self.calls: list[tuple[str, RequestId]] = []
+        self.advances: list[tuple[RequestId, int, tuple[int, ...] | None]] = []
         self.called = threading.Condition(wire.lock)
         self.is_closed = False
         self.failure: Exception | None = None
@@ -170,6 +171,30 @@ class FakeEndpoint:
         with self._wire.lock:
             self._note("begin_hold", request_id)
             self._wire.holds[self._key(request_id)] = Hold(self, request_id)
+
+    def is_awaited(self, request_id: RequestId) -> bool:
+        with self._wire.lock:
+            return self._key(request_id) in self._wire.wants
+
+    def advance_prefill(
+        self,
+        request_id: RequestId,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int,
+        layers: Sequence[int] | None = None,
+        *,
+        ready: Callable[[], bool] | None = None,
+    ) -> None:
+        with self._wire.lock:
+            assert request_id not in self.owned
+            (blocks,) = block_ids
+            assert len(blocks) == -(-num_tokens // self.memory.block_size)
+            self.advances.append((request_id, num_tokens, layers and tuple(layers)))
+            self._note("advance_prefill", request_id)
+
+    def roll_back(self, request_id: RequestId) -> None:
+        with self._wire.lock:
+            self._note("roll_back", request_id)
 
     def finish_prefill(
         self, request_id: RequestId, block_ids: Sequence[Sequence[int]], num_tokens: int
@@ -225,11 +250,18 @@ class FakeEndpoint:
             if key in self._wire.holds and not self._wire.holds[key].is_over:
                 self._wire.end_hold(key, Outcome.SENT)
 
-    def abort(self, request_id: RequestId) -> None:
+    def abort(
+        self, request_id: RequestId, block_ids: Sequence[Sequence[int]] | None = None
+    ) -> None:
         with self._wire.lock:
             self._note("abort", request_id)
             key = self._key(request_id)
             hold, want = self._wire.holds.get(key), self._wire.wants.get(key)
+            if block_ids is not None:
+                (blocks,) = block_ids
+                self.owned[request_id] = list(blocks)
+                if not self._wire.is_paused:
+                    self.release(request_id)
             if hold is not None and hold.endpoint is self and not hold.is_over:
                 self._wire.end_hold(key, None)
                 if want is not None and not want.is_over:

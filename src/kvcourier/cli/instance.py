@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from kvcourier.cli.serve import Dtype, LoadFailurePolicy, Role
+from kvcourier.cli.serve import Dtype, Granularity, LoadFailurePolicy, Role
 from kvcourier.config import (
     MIB,
     CourierConfig,
@@ -64,6 +64,7 @@ class InstanceSettings:
     path: PathPolicy
     staging_mib: int
     staging_slot_mib: int
+    granularity: Granularity
     kv_lease_duration: float
     push_registration_timeout: float
     kv_load_failure_policy: LoadFailurePolicy
@@ -171,6 +172,7 @@ def make_engine_config(settings: InstanceSettings) -> "EngineConfig":
         enable_prefix_caching=settings.prefix_caching,
         kv_load_failure_policy=settings.kv_load_failure_policy.value,
         kv_recompute_threshold=settings.kv_recompute_threshold,
+        granularity=settings.granularity.value,
         num_cpu_threads=settings.cpu_threads,
     )
 

@@ -43,6 +43,14 @@ class LoadFailurePolicy(enum.StrEnum):
     RECOMPUTE = "recompute"
 
 
+class Granularity(enum.StrEnum):
+    """What is sent at once while a prompt is computed."""
+
+    REQUEST = "request"
+    CHUNK = "chunk"
+    LAYER = "layer"
+
+
 def serve(
     model: Annotated[
         str,
@@ -148,6 +156,13 @@ def serve(
         int,
         typer.Option(min=1, help="Largest piece that is written at once from staging memory."),
     ] = _STAGING.slot_bytes // MIB,
+    granularity: Annotated[
+        Granularity,
+        typer.Option(
+            help="What is sent at once to an instance that waits for it: the whole request, each "
+            "chunk when it is computed, or each layer of the last chunk as well."
+        ),
+    ] = Granularity.LAYER,
     kv_lease_duration: Annotated[
         float,
         typer.Option(help="Seconds to keep KV for a decode instance that is silent."),
@@ -221,6 +236,7 @@ def serve(
             path=path,
             staging_mib=staging_mib,
             staging_slot_mib=staging_slot_mib,
+            granularity=granularity,
             kv_lease_duration=kv_lease_duration,
             push_registration_timeout=push_registration_timeout,
             kv_load_failure_policy=kv_load_failure_policy,

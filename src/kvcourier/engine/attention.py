@@ -5,7 +5,7 @@ and attend to their own history. Refuses to know requests and models: everything
 `PagedBatch` that the engine passes to the model's forward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,7 @@ class PagedBatch:
     Attributes:
         token_ids, positions: int64, shape [1, tokens]; inputs of the model.
         last_rows: for each chunk, as given, the row of its last token.
+        on_layer: called with each layer's index once the layer's K and V are stored.
     """
 
     cache: KVCache
@@ -79,9 +80,12 @@ class PagedBatch:
     prefills: tuple[_Prefill, ...]
     decodes: tuple[_Decodes, ...]
     last_rows: torch.Tensor
+    on_layer: Callable[[int], None] | None = None
 
 
-def build_batch(chunks: Sequence[Chunk], cache: KVCache) -> PagedBatch:
+def build_batch(
+    chunks: Sequence[Chunk], cache: KVCache, on_layer: Callable[[int], None] | None = None
+) -> PagedBatch:
     """Lay chunks out for one forward pass; single tokens first, sorted by length."""
     order = sorted(range(len(chunks)), key=lambda i: (len(chunks[i].token_ids) > 1, chunks[i].stop))
     device, size = cache.device, cache.block_size
@@ -111,6 +115,7 @@ def build_batch(chunks: Sequence[Chunk], cache: KVCache) -> PagedBatch:
         ),
         decodes=_plan_decodes(ordered[:num_single], cache),
         last_rows=torch.tensor(last_rows, device=device),
+        on_layer=on_layer,
     )
 
 
@@ -175,6 +180,8 @@ def paged_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     cache = batch.cache
     cache.write(layer, batch.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    if batch.on_layer is not None:
+        batch.on_layer(layer)
     # Either kernel shares KV heads among query heads only when told to.
     grouped = query.shape[1] != key.shape[1]
     output = torch.empty_like(query)

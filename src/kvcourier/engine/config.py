@@ -8,12 +8,14 @@ from typing import Any
 
 from kvcourier.engine.kv_cache import KVCache
 from kvcourier.engine.models import DEFAULT_MODEL, LoadedModel
+from kvcourier.engine.streaming import GRANULARITIES
 from kvcourier.errors import ConfigError
 from kvcourier.layout.geometry import CacheLayout
 
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "cache_layout": tuple(layout.value for layout in CacheLayout),
     "kv_load_failure_policy": ("fail", "recompute"),
+    "granularity": GRANULARITIES,
 }
 OPTIONAL = frozenset({"num_blocks", "max_model_len"})
 LOWEST = {"kv_recompute_threshold": 0, "num_cpu_threads": 0}
@@ -40,6 +42,8 @@ class EngineConfig:
             it here. vLLM's key and values.
         kv_recompute_threshold: if at most this many prompt tokens are missing, and always if it
             is only one, they are computed here instead of fetched.
+        granularity: what is sent at once to an instance that has registered early: the whole
+            `request`, each `chunk` when it is computed, or each `layer` of the last chunk as well.
         num_cpu_threads: threads of one step; 0 leaves torch's choice.
     """
 
@@ -58,6 +62,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     kv_load_failure_policy: str = "fail"
     kv_recompute_threshold: int = 1
+    granularity: str = "layer"
     num_cpu_threads: int = 0
 
     def __post_init__(self) -> None:

@@ -29,8 +29,9 @@ from kvcourier.engine.models import LoadedModel
 from kvcourier.engine.runner import ModelRunner
 from kvcourier.engine.sampler import TokenSampler, sample
 from kvcourier.engine.scheduler import Phase, Scheduler, Sequence, Work
+from kvcourier.engine.streaming import PromptStreams
 from kvcourier.errors import KVCourierError, ParamsError
-from kvcourier.ids import RequestId
+from kvcourier.ids import BlockId, RequestId
 from kvcourier.runtime.interface import Endpoint, let_holder_go
 from kvcourier.runtime.reports import Outcome, Report
 
@@ -119,6 +120,11 @@ class Engine:
             self.info, self.cache.num_blocks, config.block_size, endpoint is not None
         )
         self._counters = _Counters()
+        self._streams = None
+        if endpoint is not None:
+            self._streams = PromptStreams(
+                endpoint, config.granularity, config.block_size, model.device
+            )
         self._live: dict[RequestId, _Live] = {}
         self._num_arrived = 0
         self._thread = threading.Thread(target=self._run, name="kvcourier-engine", daemon=True)
@@ -266,6 +272,9 @@ class Engine:
                 self._take_reports()
                 self._admit_remote()
                 batch = self._scheduler.schedule()
+                preempted = self._scheduler.take_preempted()
+                if self._streams is not None:
+                    self._streams.roll_back(preempted)
                 if batch:
                     self._step(batch)
         except BaseException as error:
@@ -292,6 +301,8 @@ class Engine:
                 item.sequence.arrival = self._num_arrived
                 self._live[item.request.request_id] = item
                 self._scheduler.add(item.sequence)
+                if self._streams is not None and isinstance(item.request.intent, HoldIntent):
+                    self._streams.begin(item.request.request_id, len(item.sequence.tokens))
             elif (live := self._live.get(item.request_id)) is not None:
                 self._end(live, FinishReason.ABORT)
 
@@ -367,7 +378,8 @@ class Engine:
     def _step(self, batch: SequenceOf[Work]) -> None:
         completing = [self._live[w.sequence.request_id] for w in batch if w.completes]
         try:
-            logits = self._runner.run(batch)
+            on_layer = self._streams.before(batch) if self._streams is not None else None
+            logits = self._runner.run(batch, on_layer)
             tokens = sample(logits, [live.sampler for live in completing])
         except Exception as error:
             logger.exception("a step of %d requests failed", len(batch))
@@ -382,6 +394,8 @@ class Engine:
             self._scheduler.computed(work)
         for live, token in zip(completing, tokens, strict=True):
             self._on_token(live, token)
+        if self._streams is not None:
+            self._streams.after([w for w in batch if w.sequence.request_id in self._live])
 
     def _on_token(self, live: _Live, token: int) -> None:
         sequence, sampler = live.sequence, live.sampler
@@ -404,17 +418,20 @@ class Engine:
         request_id = live.request.request_id
         del self._live[request_id]
         params = None
+        may_be_read = self._streams is not None and self._streams.end(request_id)
         if isinstance(live.request.intent, HoldIntent) and token is not None:
             try:
                 params = self._hand_over(live)
             except Exception as failure:
                 logger.exception("request %s: its KV could not be handed over", request_id)
-                self._scheduler.take_back(request_id)
+                if not may_be_read:
+                    self._scheduler.take_back(request_id)
                 reason, error = FinishReason.ERROR, f"the KV endpoint failed: {failure}"
+        unfinished = self._keep_for_readers(live) if live.owes_endpoint and may_be_read else None
         self._scheduler.remove(live.sequence)
         if live.owes_endpoint and self._endpoint is not None:
             try:
-                self._endpoint.abort(request_id)
+                self._endpoint.abort(request_id, unfinished)
             except Exception:
                 logger.exception("request %s: the endpoint failed to abort it", request_id)
         self._counters.finished_requests += 1
@@ -423,6 +440,14 @@ class Engine:
             self._forget_id(request_id)
         tokens = () if token is None else (token,)
         self._emit(live, tokens, reason, params=params, error=error)
+
+    def _keep_for_readers(self, live: _Live) -> list[list[BlockId]]:
+        """P: an unfinished prompt's blocks are out of use until the endpoint releases them."""
+        sequence, loans = live.sequence, self._scheduler.loans
+        if sequence.request_id not in loans:
+            self._scheduler.lend(sequence.request_id, sequence.blocks)
+            sequence.blocks = []
+        return [loans[sequence.request_id]]
 
     def _hand_over(self, live: _Live) -> dict[str, Any]:
         """P: lend the prompt's blocks to the endpoint; those of the answer stay ours."""

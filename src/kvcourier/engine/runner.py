@@ -5,7 +5,7 @@ and sampling.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,8 +30,14 @@ class ModelRunner:
         self._can_select = "logits_to_keep" in parameters
 
     @torch.inference_mode()
-    def run(self, batch: Sequence[Work]) -> torch.Tensor:
+    def run(
+        self, batch: Sequence[Work], on_layer: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
         """Compute a batch and store its KV.
+
+        Args:
+            on_layer: called with each layer's index once the layer's K and V are stored, or on
+                CUDA are to be stored by what was launched so far.
 
         Returns:
             Float32 logits for the items that complete, in their order: [completing, vocab_size].
@@ -44,7 +50,7 @@ class ModelRunner:
             )
             for work in batch
         ]
-        paged = build_batch(chunks, self._cache)
+        paged = build_batch(chunks, self._cache, on_layer)
         rows = paged.last_rows[[index for index, work in enumerate(batch) if work.completes]]
         selection = {"logits_to_keep": rows} if self._can_select else {}
         with sdpa_kernel(ATTENTION_BACKENDS):

@@ -123,6 +123,7 @@ class Scheduler:
         self.wanting: deque[Sequence] = deque()
         self.receiving: list[Sequence] = []
         self.loans: dict[RequestId, list[BlockId]] = {}
+        self._preempted: list[Sequence] = []
         self._block_size = block_size
         self._max_batch_tokens = max_batch_tokens
         self._max_num_seqs = max_num_seqs
@@ -205,6 +206,11 @@ class Scheduler:
             budget -= self._plan(admitted, budget, batch)
         return batch
 
+    def take_preempted(self) -> list[Sequence]:
+        """Who has lost its blocks since the last time; it may have others by now."""
+        preempted, self._preempted = self._preempted, []
+        return preempted
+
     def computed(self, work: Work) -> None:
         """The KV of these tokens is in the cache."""
         self._mark_computed(work.sequence, work.start + work.count)
@@ -278,6 +284,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.counters.preemptions += 1
+        self._preempted.append(sequence)
         self.remove(sequence)
         self._wait(sequence)
 
