@@ -134,7 +134,7 @@ def test_a_failing_step_fails_its_requests_and_nothing_else() -> None:
     with running_engine() as engine:
         original = engine._runner.run
 
-        def fail_once(batch: Any) -> torch.Tensor:
+        def fail_once(*_: Any) -> torch.Tensor:
             engine._runner.run = original  # type: ignore[method-assign]
             raise RuntimeError("out of memory")
 
