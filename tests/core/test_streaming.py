@@ -17,6 +17,13 @@ from pair import LIMITS, Pair
 RECEIVED = {Outcome.RECEIVED, Outcome.RELEASED}
 SENT = {Outcome.SENT, Outcome.RELEASED}
 R0 = Rank(0, 0)
+WINDOWED = {"num_blocks": 40, "groups": [((0,), None), ((1,), 20)]}
+SHAPES = [
+    ({"num_blocks": 16}, {"num_blocks": 16}),
+    ({"num_blocks": 16, "tp_size": 2}, {"num_blocks": 16}),
+    ({"num_blocks": 32, "block_size": 8}, {"num_blocks": 16, "pp_size": 2}),
+    (WINDOWED, WINDOWED),
+]
 
 
 def registered(pair: Pair, num_tokens: int = 40, start: int = 0) -> Pair:
@@ -140,9 +147,6 @@ def test_with_two_tiles_in_flight_the_next_ones_are_gathered():
     assert received(pair)
 
 
-WINDOWED = {"num_blocks": 40, "groups": [((0,), None), ((1,), 20)]}
-
-
 def test_of_a_sliding_window_only_what_is_needed_in_the_end_is_sent():
     pair = registered(Pair(WINDOWED, WINDOWED), num_tokens=100)
     posted = []
@@ -217,6 +221,58 @@ def test_a_notice_that_comes_after_a_newer_epoch_changes_nothing():
     pair.deliver_all()
     assert stale(pair) == 1
     pair.finish("p1", "hello", 40)
+    assert received(pair)
+
+
+def test_what_had_landed_before_a_preemption_does_not_count():
+    pair = registered(Pair())
+    compute(pair, 32)
+    pair.deliver_all()
+    pair.roll_back("p1")
+    compute(pair, 32)
+    (first,) = writes(pair)
+    pair.finish("p1", "hello", 40)
+    for item in [each for each in writes(pair) if each is not first]:
+        pair.deliver(item)
+    pair.deliver_kind("notice")
+    assert not pair.decode.outcomes("d1")
+    assert received(pair)
+
+
+@given(
+    shapes=st.sampled_from(SHAPES),
+    cached=st.sampled_from([0, 16]),
+    steps=st.lists(
+        st.one_of(
+            st.tuples(
+                st.just("compute"),
+                st.integers(1, 60),
+                st.sampled_from([None, None, (0,), (1,), (0, 1)]),
+            ),
+            st.tuples(st.just("roll back"), st.just(0), st.none()),
+            st.tuples(st.just("deliver"), st.integers(0, 5), st.none()),
+        ),
+        max_size=25,
+    ),
+    order=st.randoms(use_true_random=False),
+)
+def test_random_lives_of_one_stream(shapes, cached, steps, order):
+    """What arrives, arrives in any order; the bytes are compared when D has received."""
+    pair = registered(Pair(*shapes), num_tokens=60, start=cached)
+    written = 0
+    for what, number, layers in steps:
+        if what == "compute":
+            written = max(written, number)
+            compute(pair, written, layers, num_tokens=60)
+        elif what == "roll back" and "p1" in pair.computing:
+            written = 0
+            pair.roll_back("p1")
+        elif what == "deliver" and pair.items:
+            pair.deliver(pair.items[number % len(pair.items)])
+        assert not pair.decode.outcomes("d1"), "before prefill has finished"
+    pair.finish("p1", "hello", 60)
+    while pair.items:
+        pair.deliver(order.choice(pair.items))
     assert received(pair)
 
 

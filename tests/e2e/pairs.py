@@ -15,7 +15,14 @@ from prometheus_client import CollectorRegistry
 from e2e.cluster import BLOCK_SIZE, CHUNK_TOKENS, NUM_TOKENS, until
 from engine.rig import Listener, generate, submit, tiny_model
 from kvcourier.cli.instance import make_endpoint
-from kvcourier.config import EndpointConfig, Limits, TransferMode
+from kvcourier.config import (
+    CourierConfig,
+    EndpointConfig,
+    Limits,
+    PathPolicy,
+    StagingConfig,
+    TransferMode,
+)
 from kvcourier.core.params import Intent, parse_params
 from kvcourier.engine.api import FinishReason
 from kvcourier.engine.config import EngineConfig, make_cache
@@ -64,7 +71,10 @@ class Instance:
 
 @dataclass(frozen=True)
 class Zoo:
-    """Instances by shape, made when first asked for; all end with the stack."""
+    """Instances by shape, made when first asked for; all end with the stack.
+
+    A shape has settings of the engine, and `path`.
+    """
 
     stack: ExitStack
     model: str = QWEN3
@@ -83,11 +93,17 @@ class Zoo:
             "num_blocks": NUM_BLOCK_TOKENS // block_size,
             "max_batch_tokens": CHUNK_TOKENS,
         }
+        path = PathPolicy(shape.pop("path", StagingConfig().path))
         config = EngineConfig(model=self.model, dtype="float32", **settings | shape)
         model = tiny_model(self.model)
         cache = make_cache(model, config)
         endpoint = make_endpoint(
-            EndpointConfig(EngineId(name), self.model, side_channel_port=0),
+            EndpointConfig(
+                EngineId(name),
+                self.model,
+                side_channel_port=0,
+                courier=CourierConfig(staging=StagingConfig(path=path)),
+            ),
             cache,
             CollectorRegistry(),
         )

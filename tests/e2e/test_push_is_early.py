@@ -15,7 +15,8 @@ def test_registration_comes_before_prefill_ends(cluster: Cluster) -> None:
     cluster.wait_idle()
     story = cluster.prefill.story(answer.response.headers["x-kv-transfer-id"])
     times = {entry["what"]: entry["at_unix_s"] for entry in reversed(story)}
-    order = ("hold_begun", "registered", "prefill_finished", "posted", "sent")
+    # Of each the first: tiles are posted while the prompt is computed.
+    order = ("hold_begun", "registered", "posted", "prefill_finished", "sent")
     assert [times[what] for what in order] == sorted(times[what] for what in order)
     (registered,) = entries(story, "registered")
     assert registered["while_computing"] is True

@@ -20,6 +20,7 @@ from e2e.pairs import QWEN3, Pair, Zoo
 from engine.rig import generate, random_prompt, reference, running_engine, tiny_model
 from kvcourier.demo.prompts import PROMPTS
 from kvcourier.engine.engine import Engine
+from kvcourier.engine.streaming import GRANULARITIES
 
 LENGTHS = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * CHUNK_TOKENS + 5)
 """Also for blocks of 32: 1, half a block, a ragged last block, several chunks."""
@@ -88,6 +89,22 @@ def test_blocks_cached_on_decode(zoo: Zoo, shape: str, num_cached_blocks: int, m
     )
     moved = "kv_declined" if num_cached_blocks == 6 else "kv_received"
     assert after[moved] - before[moved] == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("path", ["direct", "packed"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("shape", ["tp1-tp1", "all of it"])
+def test_what_is_sent_at_once(zoo: Zoo, shape: str, granularity: str, path: str, mode: str) -> None:
+    prefill, decode = SHAPES[shape]
+    pair = Pair(
+        zoo.instance("p", path=path, granularity=granularity, **prefill),
+        zoo.instance("d", path=path, **decode),
+    )
+    name = f"{shape}-{granularity}-{path}-{mode}"
+    prompts = [prompt_of(length, name) for length in (3 * CHUNK_TOKENS + 5, 2 * CHUNK_TOKENS, 7)]
+    assert pair.ask(mode, name, prompts) == [right(prompt) for prompt in prompts]
+    pair.wait_idle()
 
 
 @pytest.mark.parametrize("mode", MODES)

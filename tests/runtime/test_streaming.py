@@ -143,6 +143,7 @@ def test_what_is_not_ready_waits_and_what_comes_after_it_too(world):
     prefill.wait_until(lambda: bool(prefill.whats("p-other")) and len(asked) > 2)
     assert "prefill_finished" not in prefill.whats("p-x")
     is_written.append(True)
+    prefill.endpoint.abort(RequestId("p-other"))
     received(prefill, decode)
     assert posted(prefill) == 2
 
