@@ -27,7 +27,7 @@ from kvcourier.layout.geometry import TokenSpan
 
 PROTOCOL_VERSION = 2
 """1: first version. 2: offers have cache groups and staging memory, lists of block ids begin with
-the window, packed streams."""
+the window, packed streams, a `Landed` with a newer epoch voids older ones."""
 
 REGISTRATION_PREFIX = b"PUSH_REG:"
 """Starts a registration's notification, as in vLLM, so that a foreign one is recognised."""
