@@ -148,6 +148,7 @@ class FakeEndpoint:
         self.memory: CacheMemory
         self.owned: dict[RequestId, list[int]] = {}
         self.calls: list[tuple[str, RequestId]] = []
+        self.ready: list[Callable[[], bool]] = []
         self.advances: list[tuple[RequestId, int, tuple[int, ...] | None]] = []
         self.called = threading.Condition(wire.lock)
         self.is_closed = False
@@ -191,6 +192,8 @@ class FakeEndpoint:
             assert len(blocks) == -(-num_tokens // self.memory.block_size)
             self.advances.append((request_id, num_tokens, layers and tuple(layers)))
             self._note("advance_prefill", request_id)
+            if ready is not None:
+                self.ready.append(ready)
 
     def roll_back(self, request_id: RequestId) -> None:
         with self._wire.lock:

@@ -1,6 +1,7 @@
 """What the engine tells its endpoint while it computes a prompt for another instance."""
 
 import pytest
+import torch
 
 from engine.rig import LLAMA, random_prompt
 from engine.test_prefill_decode_pair import Pair, pair, reference
@@ -82,3 +83,27 @@ def test_an_abort_in_mid_stream_keeps_the_blocks_until_they_are_released() -> No
         assert stats["kv_blocks_used"] == len(endpoint.owned["p/a"]) > 0
         endpoint.release("p/a")
         found.assert_all_returned()
+
+
+def test_on_cuda_everything_that_is_told_waits_for_its_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Event:
+        def __init__(self) -> None:
+            self.is_recorded = False
+
+        def record(self) -> None:
+            self.is_recorded = True
+
+        def query(self) -> bool:
+            return self.is_recorded
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    prompt = random_prompt(100)
+    with pair() as found:
+        streams = found.prefill.engine._streams
+        assert streams is not None
+        streams._on_cuda = True
+        assert found.push("a", prompt) == list(reference(LLAMA, prompt, NUM_TOKENS))
+        assert len(found.prefill.endpoint.ready) == len(told(found, "a")) == 5
+        assert all(ready() for ready in found.prefill.endpoint.ready)

@@ -33,7 +33,7 @@ class PromptStreams:
 
     Args:
         granularity: one of `GRANULARITIES`.
-        device: that computes; on CUDA a layer is written when its kernels have run.
+        device: that computes; on CUDA something is written once its kernels have run.
     """
 
     def __init__(
@@ -89,14 +89,16 @@ class PromptStreams:
         if num_tokens > prompt.num_told:
             prompt.num_told = num_tokens
             blocks = self._blocks(sequence, num_tokens)
-            self._endpoint.advance_prefill(sequence.request_id, [blocks], num_tokens)
+            self._endpoint.advance_prefill(
+                sequence.request_id, [blocks], num_tokens, ready=self._written()
+            )
 
     def _on_layer(self, sequences: Sequence[EngineSequence], layer: int) -> None:
         """All layers so far are named each time, for those who have registered since the last."""
         awaited = [each for each in sequences if self._endpoint.is_awaited(each.request_id)]
         if not awaited:
             return
-        ready = self._written() if self._on_cuda else None
+        ready = self._written()
         for sequence in awaited:
             prompt = self._prompts[sequence.request_id]
             prompt.num_told = max(prompt.num_told, 1)
@@ -111,9 +113,10 @@ class PromptStreams:
     def _blocks(self, sequence: EngineSequence, num_tokens: int) -> list[BlockId]:
         return sequence.blocks[: -(-num_tokens // self._block_size)]
 
-    @staticmethod
-    def _written() -> Callable[[], bool]:
-        """Whether the kernels that were launched so far have run."""
+    def _written(self) -> Callable[[], bool] | None:
+        """Whether the kernels that were launched so far have run; None where there are none."""
+        if not self._on_cuda:
+            return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event.query
