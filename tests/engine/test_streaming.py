@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from engine.rig import LLAMA, random_prompt
-from engine.test_prefill_decode_pair import Pair, pair, reference
+from engine.rig import LLAMA, random_prompt, reference
+from engine.test_prefill_decode_pair import Pair, pair
 from kvcourier.engine.api import FinishReason
 
 NUM_TOKENS = 8
-CHUNK = 32
 
 
 def told(found: Pair, name: str) -> list[tuple[int, tuple[int, ...] | None]]:

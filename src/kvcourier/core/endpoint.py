@@ -164,7 +164,10 @@ class Endpoint:
         return frozenset(peer.routes_to_us) | frozenset(peer.routes_from_us)
 
     def write_target(self, message: Landed) -> WriteTarget | None:
-        """Where a tile that a peer announces goes; None unless all of it is expected now."""
+        """Where a tile that a peer announces goes; None unless all of it is expected now.
+
+        One of a newer epoch than before voids what has landed of the older ones.
+        """
         return self._wanter.write_target(message)
 
     @property

@@ -146,7 +146,10 @@ class Wanter:
             self._receive(want, WantEvent.LANDED)
 
     def write_target(self, message: Landed) -> WriteTarget | None:
-        """Where a tile that is announced goes; None unless all of it is expected now."""
+        """Where a tile that is announced goes; None unless all of it is expected now.
+
+        As a tile that has landed does, one of a newer epoch voids the older ones.
+        """
         want, link = self._match(message.sender.peer(), message.request_id)
         if want is None or link is None or want.state not in _AWAITING_WRITE:
             return None
@@ -497,6 +500,7 @@ def _expected(want: Want, link: Link, message: Landed) -> Coverage | None:
         return None
     if message.epoch > link.epoch:
         link.epoch = message.epoch
+        link.may_write = True
         link.expect(want.span)
     return link.coverage[message.route]
 
