@@ -28,6 +28,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.content: dict[BlockId, tuple[int, ...]] = {}
         self.owners: dict[int, list[BlockId]] = {}
         self.next_table = 0
+        # Free blocks whose prefix can still be found, next to be evicted first.
+        self.cached: list[BlockId] = []
+        self.keys: dict[BlockId, BlockKey] = {}
 
     @rule(
         target=tables,
@@ -54,6 +57,12 @@ class PoolMachine(RuleBasedStateMachine):
         assert blocks[: len(shared)] == shared
         fresh = blocks[len(shared) :]
         assert set(fresh) <= idle
+        self.cached = [block for block in self.cached if block not in shared]
+        num_evicted = max(0, num_new - (available - len(self.cached)))
+        evicted, self.cached = self.cached[:num_evicted], self.cached[num_evicted:]
+        assert not set(fresh) & set(self.cached), "a prefix was evicted out of turn"
+        for block in evicted:
+            del self.keys[block]
         self.owners[table] = blocks
         for index, block in enumerate(blocks):
             if index < len(shared):
@@ -62,11 +71,16 @@ class PoolMachine(RuleBasedStateMachine):
             self.content[block] = prefix if is_written else ()
             if is_written and index < len(keys):
                 self.pool.publish(block, keys[index])
+                if keys[index] not in self.keys.values():
+                    self.keys[block] = keys[index]
         return table
 
     @rule(table=consumes(tables))
     def finish(self, table: int) -> None:
-        self.pool.release(self.owners.pop(table))
+        blocks = self.owners.pop(table)
+        self.pool.release(blocks)
+        owned = {block for each in self.owners.values() for block in each}
+        self.cached += [b for b in reversed(blocks) if b in self.keys and b not in owned]
 
     @invariant()
     def blocks_are_conserved(self) -> None:
@@ -74,6 +88,11 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_free == NUM_BLOCKS - len(owned)
         for table in self.owners.values():
             assert len(set(table)) == len(table)
+
+    @invariant()
+    def what_was_not_evicted_is_found(self) -> None:
+        for block, key in self.keys.items():
+            assert self.pool.match([key]) == [block]
 
 
 TestPool = PoolMachine.TestCase
@@ -121,3 +140,16 @@ def test_unpublished_blocks_are_reused_before_any_prefix_is_evicted() -> None:
         assert plain is not None
         pool.release(plain)
     assert pool.match(keys_of([1, 1])) == cached
+
+
+def test_evicted_prefixes_are_handed_out_as_runs() -> None:
+    pool = BlockPool(8)
+    for tokens in ([1] * 8, [2] * 8):
+        blocks = pool.allocate((), 4)
+        assert blocks is not None
+        for block, key in zip(blocks, keys_of(tokens), strict=True):
+            pool.publish(block, key)
+        pool.release(blocks)
+    for expected in ([1, 2, 3], [6, 7, 0]):
+        blocks = pool.allocate((), 3)
+        assert blocks == expected
