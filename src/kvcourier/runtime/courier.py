@@ -122,7 +122,7 @@ class Courier:
         self._on_death = on_death
         self._engine_token = engine_token
         self._clock = clock
-        self._inbox: deque[Event] = deque()
+        self._inbox: deque[Event | threading.Event] = deque()
         self._events: deque[Event] = deque()
         me = sender_fields(endpoint.me)
         self._postings = Postings(
@@ -174,6 +174,19 @@ class Courier:
         self._inbox.append(event)
         self._channel.wake()
 
+    def flush(self) -> threading.Event:
+        """From any thread: is set once all that was submitted before is handled.
+
+        Handled includes what follows at once: a transfer that an event leads to is posted, or
+        refused. What waits for a peer's message follows later. Set as well when the courier ends.
+        """
+        handled = threading.Event()
+        self._inbox.append(handled)
+        self._channel.wake()
+        if self.error is not None:
+            handled.set()
+        return handled
+
     def raise_if_dead(self) -> None:
         """Raise KVCourierError if the thread has ended by an error: nothing moves any more."""
         if self.error is not None:
@@ -204,11 +217,19 @@ class Courier:
             self.error = error
             _log.exception("courier %s died", self._thread.name)
             self._on_death()
+        finally:
+            for item in list(self._inbox):
+                if isinstance(item, threading.Event):
+                    item.set()
 
     def step(self) -> None:
         """Take everything that has come and do what follows from it; never waits."""
         while self._inbox:
-            self._handle(self._inbox.popleft())
+            item = self._inbox.popleft()
+            if isinstance(item, threading.Event):
+                item.set()
+            else:
+                self._handle(item)
         for address, payload in self._channel.answers():
             self._on_handshake_answer(address, payload)
         for identity, payload in self._channel.messages():
