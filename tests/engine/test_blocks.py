@@ -1,16 +1,18 @@
 """The block pool against a naive model that knows what every block really holds."""
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
     RuleBasedStateMachine,
     consumes,
+    initialize,
     invariant,
     rule,
 )
 
 from kvcourier.engine.blocks import BlockKey, BlockPool, extend_keys
+from kvcourier.engine.free_runs import runs_of
 from kvcourier.ids import BlockId
 
 BLOCK_SIZE = 2
@@ -31,6 +33,10 @@ class PoolMachine(RuleBasedStateMachine):
         # Free blocks whose prefix can still be found, next to be evicted first.
         self.cached: list[BlockId] = []
         self.keys: dict[BlockId, BlockKey] = {}
+
+    @initialize(fragment=st.sampled_from([0.0, 0.5, 1.0]))
+    def begin(self, fragment: float) -> None:
+        self.pool = BlockPool(NUM_BLOCKS, fragment)
 
     @rule(
         target=tables,
@@ -153,3 +159,23 @@ def test_evicted_prefixes_are_handed_out_as_runs() -> None:
     for expected in ([1, 2, 3], [6, 7, 0]):
         blocks = pool.allocate((), 3)
         assert blocks == expected
+
+
+@given(fragment=st.floats(0, 1), counts=st.lists(st.integers(1, 64), min_size=1, max_size=8))
+def test_fragment_shuffles_its_part_of_every_allocation(fragment: float, counts: list[int]) -> None:
+    whole, cut = BlockPool(512), BlockPool(512, fragment)
+    for count in counts:
+        expected, found = whole.allocate((), count), cut.allocate((), count)
+        assert expected is not None and found is not None
+        assert sorted(expected) == sorted(found)
+        num_moved = sum(a != b for a, b in zip(expected, found, strict=True))
+        assert num_moved <= round(fragment * count)
+
+
+def test_a_whole_fragment_leaves_hardly_any_runs_and_none_leaves_one() -> None:
+    for fragment, at_least, at_most in ((0.0, 1, 1), (0.5, 300, 450), (1.0, 450, 512)):
+        pool, again = BlockPool(1024, fragment), BlockPool(1024, fragment)
+        blocks = pool.allocate((), 512)
+        assert blocks is not None
+        assert blocks == again.allocate((), 512), "the order is the same in every run"
+        assert at_least <= len(list(runs_of(blocks))) <= at_most

@@ -70,6 +70,7 @@ class InstanceSettings:
     kv_load_failure_policy: LoadFailurePolicy
     kv_recompute_threshold: int
     posting: Posting
+    fragment: float
 
     @property
     def api_name(self) -> str:
@@ -174,6 +175,7 @@ def make_engine_config(settings: InstanceSettings) -> "EngineConfig":
         kv_load_failure_policy=settings.kv_load_failure_policy.value,
         kv_recompute_threshold=settings.kv_recompute_threshold,
         num_cpu_threads=settings.cpu_threads,
+        fragment=settings.fragment,
     )
 
 

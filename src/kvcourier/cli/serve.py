@@ -171,6 +171,15 @@ def serve(
             "vLLM's default connector does; to measure what that costs."
         ),
     ] = Posting.THREAD,
+    fragment: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Part of each prompt's blocks that is handed out in shuffled order; to measure "
+            "transfers of scattered caches.",
+        ),
+    ] = 0.0,
     config: ConfigFile = None,
 ) -> None:
     """Serve one model through the OpenAI API, as a prefill or a decode instance or both.
@@ -233,6 +242,7 @@ def serve(
             kv_load_failure_policy=kv_load_failure_policy,
             kv_recompute_threshold=kv_recompute_threshold,
             posting=posting,
+            fragment=fragment,
         )
     )
 

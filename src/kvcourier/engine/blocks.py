@@ -10,6 +10,7 @@ stays findable until it is allocated for something else.
 """
 
 import hashlib
+import random
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -37,8 +38,15 @@ def extend_keys(keys: list[BlockKey], tokens: Sequence[int], block_size: int) ->
 class BlockPool:
     """All blocks of one engine. Every call is all or nothing."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, fragment: float = 0.0) -> None:
+        """`fragment` is the part, 0 to 1, of each allocation whose order is shuffled.
+
+        It makes on purpose the scattered caches that a busy server has by itself. The order is the
+        same in every run.
+        """
         self.num_blocks = num_blocks
+        self._fragment = fragment
+        self._random = random.Random(num_blocks)
         self._references = [0] * num_blocks
         # A free block is in one of the two. Published ones are evicted only for want of others.
         self._blank = FreeRuns(num_blocks)
@@ -75,6 +83,8 @@ class BlockPool:
             self._references[block] += 1
         self._evict(num_new - len(self._blank))
         fresh = self._blank.take(num_new)
+        if self._fragment:
+            self._scatter(fresh)
         for block in fresh:
             self._references[block] = 1
         return [*shared, *fresh]
@@ -115,3 +125,9 @@ class BlockPool:
             del self._block_of[self._key_of.pop(block)]
             evicted.append(block)
         self._blank.add(evicted)
+
+    def _scatter(self, blocks: list[BlockId]) -> None:
+        """Exchange a part of the blocks among each other."""
+        places = self._random.sample(range(len(blocks)), round(self._fragment * len(blocks)))
+        for place, block in zip(sorted(places), [blocks[at] for at in places], strict=True):
+            blocks[place] = block
