@@ -60,6 +60,7 @@ from kvcourier.errors import (
 )
 from kvcourier.ids import InstanceAddress, PeerRank
 from kvcourier.layout import PackedSide, RankCache
+from kvcourier.runtime.block_runs import hand_over
 from kvcourier.runtime.contacts import Contacts
 from kvcourier.runtime.engine_link import EngineToken, decode_call
 from kvcourier.runtime.metrics import CourierObserver
@@ -229,7 +230,7 @@ class Courier:
             if isinstance(item, threading.Event):
                 item.set()
             else:
-                self._handle(item)
+                self._handle_call(item)
         for address, payload in self._channel.answers():
             self._on_handshake_answer(address, payload)
         for identity, payload in self._channel.messages():
@@ -260,6 +261,13 @@ class Courier:
             if deadline is not None:
                 patience = min(patience, max(0.0, deadline - self._clock()))
         return patience
+
+    def _handle_call(self, event: Event) -> None:
+        """Let the core take a call of our engine, and count the runs of blocks handed over."""
+        self._handle(event)
+        # Only now that the transfer is posted: nobody waits for a metric.
+        if (handed_over := hand_over(event)) is not None:
+            self._observer.handed_over(*handed_over)
 
     def _handle(self, event: Event) -> None:
         """Let the core take an event, and all events its commands lead to."""
@@ -343,7 +351,7 @@ class Courier:
             _log.error("%s", error)
             return True
         if event is not None:
-            self._handle(event)
+            self._handle_call(event)
         return event is not None
 
     def _on_notification(self, notification: Notification) -> None:
