@@ -116,6 +116,13 @@ class PathPolicy(enum.StrEnum):
     PACKED = "packed"
 
 
+class Posting(enum.StrEnum):
+    """Whether an engine's step goes on while a courier posts its transfers, or waits for it."""
+
+    THREAD = "thread"
+    INLINE = "inline"
+
+
 MIB = 1 << 20
 
 

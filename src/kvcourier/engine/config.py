@@ -41,6 +41,8 @@ class EngineConfig:
         kv_recompute_threshold: if at most this many prompt tokens are missing, and always if it
             is only one, they are computed here instead of fetched.
         num_cpu_threads: threads of one step; 0 leaves torch's choice.
+        fragment: part of each prompt's blocks, 0 to 1, that is handed out in shuffled order
+            instead of in long runs; to measure transfers of scattered caches.
     """
 
     model: str = DEFAULT_MODEL
@@ -59,6 +61,7 @@ class EngineConfig:
     kv_load_failure_policy: str = "fail"
     kv_recompute_threshold: int = 1
     num_cpu_threads: int = 0
+    fragment: float = 0.0
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -78,6 +81,8 @@ class EngineConfig:
                 )
         if not 0 < self.kv_cache_gb < float("inf"):
             raise ConfigError(f"kv_cache_gb: expected a number above 0, found {self.kv_cache_gb!r}")
+        if not 0 <= self.fragment <= 1:
+            raise ConfigError(f"fragment: expected 0 to 1, found {self.fragment!r}")
 
     def model_len(self, model: LoadedModel) -> int:
         """Tokens of prompt and answer together. Raises ConfigError above the model's limit."""

@@ -60,6 +60,7 @@ from kvcourier.errors import (
 )
 from kvcourier.ids import InstanceAddress, PeerRank
 from kvcourier.layout import PackedSide, RankCache
+from kvcourier.runtime.block_runs import hand_over
 from kvcourier.runtime.contacts import Contacts
 from kvcourier.runtime.engine_link import EngineToken, decode_call
 from kvcourier.runtime.metrics import CourierObserver
@@ -122,7 +123,7 @@ class Courier:
         self._on_death = on_death
         self._engine_token = engine_token
         self._clock = clock
-        self._inbox: deque[Event] = deque()
+        self._inbox: deque[Event | threading.Event] = deque()
         self._events: deque[Event] = deque()
         me = sender_fields(endpoint.me)
         self._postings = Postings(
@@ -179,6 +180,19 @@ class Courier:
         self._inbox.append(event)
         self._channel.wake()
 
+    def flush(self) -> threading.Event:
+        """From any thread: is set once all that was submitted before is handled.
+
+        Handled includes what follows at once: a transfer that an event leads to is posted, or
+        refused. What waits for a peer's message follows later. Set as well when the courier ends.
+        """
+        handled = threading.Event()
+        self._inbox.append(handled)
+        self._channel.wake()
+        if self.error is not None:
+            handled.set()
+        return handled
+
     def raise_if_dead(self) -> None:
         """Raise KVCourierError if the thread has ended by an error: nothing moves any more."""
         if self.error is not None:
@@ -209,11 +223,19 @@ class Courier:
             self.error = error
             _log.exception("courier %s died", self._thread.name)
             self._on_death()
+        finally:
+            for item in list(self._inbox):
+                if isinstance(item, threading.Event):
+                    item.set()
 
     def step(self) -> None:
         """Take everything that has come and do what follows from it; never waits."""
         while self._inbox:
-            self._handle(self._inbox.popleft())
+            item = self._inbox.popleft()
+            if isinstance(item, threading.Event):
+                item.set()
+            else:
+                self._handle_call(item)
         for address, payload in self._channel.answers():
             self._on_handshake_answer(address, payload)
         for identity, payload in self._channel.messages():
@@ -244,6 +266,13 @@ class Courier:
             if deadline is not None:
                 patience = min(patience, max(0.0, deadline - self._clock()))
         return patience
+
+    def _handle_call(self, event: Event) -> None:
+        """Let the core take a call of our engine, and count the runs of blocks handed over."""
+        self._handle(event)
+        # Only now that the transfer is posted: nobody waits for a metric.
+        if (handed_over := hand_over(event)) is not None:
+            self._observer.handed_over(*handed_over)
 
     def _handle(self, event: Event) -> None:
         """Let the core take an event, and all events its commands lead to."""
@@ -327,7 +356,7 @@ class Courier:
             _log.error("%s", error)
             return True
         if event is not None:
-            self._handle(event)
+            self._handle_call(event)
         return event is not None
 
     def _on_notification(self, notification: Notification) -> None:
