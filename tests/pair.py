@@ -510,7 +510,8 @@ class Pair:
                 to_group[0],
                 block_run("source", source[0], route.source_group, source_ids, held),
                 block_run("target", target[0], route.target_group, target_ids, command.span),
-                route.needed(command.span),
+                command.moved,
+                command.notice.layers if writes else None,
             )
         except MappingError as error:
             self._handle(side, rank, PostRefused(command.operation_id, str(error)))

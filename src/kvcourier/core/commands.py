@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvcourier.config import TransferMode
 from kvcourier.core.events import BlockGroups, OperationId
-from kvcourier.core.messages import AnyMessage, Landed, Register
+from kvcourier.core.messages import AnyMessage, Landed, Register, span_of
 from kvcourier.core.outcomes import Report
 from kvcourier.ids import InstanceAddress, PeerRank
 from kvcourier.layout.geometry import TokenSpan
@@ -52,10 +52,11 @@ class SendNotification:
 
 @dataclass(frozen=True, slots=True)
 class PostWrite:
-    """WRITE our blocks, which hold the first `num_held` tokens, into a peer's.
+    """WRITE a tile from our blocks, which hold the first `num_held` tokens, into a peer's.
 
     Answered by TransferPosted or PostRefused; after TransferPosted, by TransferCompleted or
-    TransferFailed. `notice` arrives with the bytes.
+    TransferFailed. `span` is what the peer's blocks are for, `notice` names the tile and arrives
+    with it.
     """
 
     operation_id: OperationId
@@ -67,6 +68,11 @@ class PostWrite:
     peer_block_ids: BlockGroups
     span: TokenSpan
     notice: Landed
+
+    @property
+    def moved(self) -> TokenSpan:
+        """Positions of the tile."""
+        return span_of(self.notice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,11 @@ class PostRead:
     peer_block_ids: BlockGroups
     num_held: int
     span: TokenSpan
+
+    @property
+    def moved(self) -> TokenSpan:
+        """Positions that move."""
+        return self.route.needed(self.span)
 
 
 @dataclass(frozen=True, slots=True)

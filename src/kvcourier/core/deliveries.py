@@ -1,4 +1,4 @@
-"""Writing a held prompt to the ranks that registered for it (push).
+"""Writing a prompt, while it is computed and after, to the ranks that registered for it (push).
 
 Decides, for one delivery at a time, when to acknowledge, post, fail and fence, and what the
 wanter is told. Refuses to know how holds are found and when they end; `holder` does that.
@@ -9,12 +9,17 @@ from kvcourier.core.events import BlockGroups
 from kvcourier.core.holds import Delivery, Registration
 from kvcourier.core.lifecycle import DeliveryEvent, DeliveryState, HoldState
 from kvcourier.core.messages import Fail, Fenced, Landed, Registered
+from kvcourier.core.outgoing import Outgoing, Tile
 from kvcourier.core.peers import Peer, PeerState
 from kvcourier.core.workspace import Counted, TimerKind, Workspace
 from kvcourier.ids import BlockId, Rank, RequestId
 from kvcourier.layout.geometry import TokenSpan
+from kvcourier.layout.routes import Route
 
-_ENDABLE = frozenset({DeliveryState.REGISTERED, DeliveryState.WRITING, DeliveryState.FAILED})
+_ALIVE = frozenset({DeliveryState.REGISTERED, DeliveryState.WRITING})
+_ENDABLE = _ALIVE | {DeliveryState.FAILED}
+_MAX_TILES_IN_FLIGHT = 2
+"""With as many, what becomes ready is gathered into the next tile: each post costs time."""
 
 
 class Deliveries:
@@ -24,8 +29,8 @@ class Deliveries:
         self._space = space
 
     def advance(self, delivery: Delivery) -> None:
-        """Do what can be done: acknowledge once the peer is connected, post once KV is held."""
-        if delivery.state is not DeliveryState.REGISTERED:
+        """Do what can be done: acknowledge once the peer is connected, post what is written."""
+        if delivery.state not in _ALIVE or delivery.reason:
             return
         peer = self._space.peers.get(delivery.registration.address)
         if peer is None or peer.state is not PeerState.CONNECTED:
@@ -36,13 +41,19 @@ class Deliveries:
         if not delivery.acknowledged:
             delivery.acknowledged = True
             self.acknowledge(delivery.registration)
-        if delivery.hold.state is not HoldState.HELD:
+        if not delivery.hold.num_tokens:
             return
         problem = self._problem(delivery, peer)
         if problem:
             self.fail(delivery, problem)
-        else:
-            self._post(delivery, peer)
+        elif not delivery.draining:
+            self._post_ready(delivery, peer)
+
+    def roll_back(self, delivery: Delivery) -> None:
+        """The prompt is computed anew, so everything is sent anew, in another epoch."""
+        delivery.epoch += 1
+        delivery.outgoing.clear()
+        delivery.draining = not self._space.flights.quiet(delivery.owner)
 
     def on_landed(self, delivery: Delivery, reason: str | None) -> None:
         """One of its writes is terminal; `reason` says why it failed, None that it did not.
@@ -55,8 +66,11 @@ class Deliveries:
             if delivery.state is DeliveryState.WRITING:
                 self._send_fail(delivery, quiet=quiet)
         if not quiet:
+            self._watch(delivery)
+            self.advance(delivery)
             return
         self._space.cancel_timer(TimerKind.DELIVERY, delivery.registration.key)
+        delivery.draining = False
         if delivery.state is DeliveryState.QUARANTINED:
             delivery.advance(DeliveryEvent.QUIESCED)
             self.send_fenced(delivery.registration)
@@ -64,10 +78,8 @@ class Deliveries:
             delivery.advance(DeliveryEvent.FAILED)
             self.send_fenced(delivery.registration)
         else:
-            delivery.advance(DeliveryEvent.COMPLETED)
-            rank: Rank = delivery.registration.peer.rank
-            delivery.hold.served[rank] = "written"
-            self._note(delivery, "written", to=str(delivery.registration.peer))
+            self.advance(delivery)
+            self._complete(delivery)
 
     def on_overdue(self, delivery: Delivery) -> None:
         """A write does not end: failed for the wanter, while all memory stays untouchable."""
@@ -77,21 +89,29 @@ class Deliveries:
             self._send_fail(delivery, quiet=False)
 
     def fail(self, delivery: Delivery, reason: str) -> None:
-        """A registration cannot be served; nothing of it is in flight."""
+        """A registration cannot be served (any more); what flies is waited for."""
+        if delivery.state not in _ALIVE or delivery.reason:
+            return
+        quiet = self._space.flights.quiet(delivery.owner)
         delivery.reason = reason
-        delivery.advance(DeliveryEvent.FAILED)
-        self._send_fail(delivery, quiet=True)
+        if quiet:
+            delivery.advance(DeliveryEvent.FAILED)
+        self._send_fail(delivery, quiet=quiet)
 
     def end(self, delivery: Delivery) -> None:
         """Nothing more is posted for it; what flies is waited for."""
-        if delivery.state in _ENDABLE:
-            delivery.advance(DeliveryEvent.ENDED)
+        if delivery.state not in _ENDABLE:
+            return
+        delivery.advance(DeliveryEvent.ENDED)
+        quiet = self._space.flights.quiet(delivery.owner)
+        if delivery.state is DeliveryState.QUARANTINED and quiet:
+            delivery.advance(DeliveryEvent.QUIESCED)
 
     def end_with_hold(self, delivery: Delivery, reason: str) -> None:
         """Its hold ends: tell the wanter, unless it has everything or knows already."""
-        if delivery.state not in (DeliveryState.REGISTERED, DeliveryState.WRITING):
+        if delivery.state not in _ALIVE:
             return
-        quiet = delivery.state is DeliveryState.REGISTERED
+        quiet = self._space.flights.quiet(delivery.owner)
         delivery.reason = delivery.reason or reason
         self.end(delivery)
         self._send_fail(delivery, quiet=quiet, held=False)
@@ -129,43 +149,75 @@ class Deliveries:
             return peer.why_not_from_us
         if not peer.routes_from_us.get(delivery.registration.peer.rank):
             return "this rank holds nothing that rank wants"
-        if wanted > delivery.hold.num_tokens:
+        finished = delivery.hold.state is HoldState.HELD
+        if finished and wanted > delivery.hold.num_tokens:
             return f"{wanted} tokens are wanted, {delivery.hold.num_tokens} were computed"
         return ""
 
-    def _post(self, delivery: Delivery, peer: Peer) -> None:
+    def _post_ready(self, delivery: Delivery, peer: Peer) -> None:
+        """Post every tile that is written and was not sent, or wait for others to join it."""
+        hold, message = delivery.hold, delivery.registration.message
+        wanted = TokenSpan(message.first_token, message.first_token + message.num_tokens)
+        routes = peer.routes_from_us[delivery.registration.peer.rank]
+        if not delivery.outgoing:
+            delivery.outgoing = [Outgoing(each, each.needed(wanted)) for each in routes]
+        finished = hold.state is HoldState.HELD
+        in_flight = len(self._space.flights.of(delivery.owner))
+        if in_flight >= _MAX_TILES_IN_FLIGHT and not finished:
+            return
+        for index, (route, outgoing) in enumerate(zip(routes, delivery.outgoing, strict=True)):
+            for tile in outgoing.ready(hold.num_written, finished=finished):
+                outgoing.take(tile)
+                self._post(delivery, index, route, wanted, tile)
+
+    def _post(
+        self, delivery: Delivery, index: int, route: Route, wanted: TokenSpan, tile: Tile
+    ) -> None:
         registration, message = delivery.registration, delivery.registration.message
-        span = TokenSpan(message.first_token, message.first_token + message.num_tokens)
-        delivery.advance(DeliveryEvent.POSTED)
+        if delivery.state is DeliveryState.REGISTERED:
+            delivery.advance(DeliveryEvent.POSTED)
+        if self._space.flights.quiet(delivery.owner):
+            self._watch(delivery)
+        notice = Landed(
+            self._space.sender,
+            message.request_id,
+            tile.span.start,
+            len(tile.span),
+            route=index,
+            epoch=delivery.epoch,
+            layers=None if tile.layers == route.layers else list(tile.layers),
+        )
+        self._space.emit(
+            PostWrite(
+                operation_id=self._space.flights.launch(delivery.owner),
+                peer=registration.peer,
+                address=registration.address,
+                route=route,
+                own_block_ids=delivery.hold.block_ids,
+                num_held=delivery.hold.num_tokens,
+                peer_block_ids=_groups(message.local_block_ids),
+                span=wanted,
+                notice=notice,
+            )
+        )
+
+    def _watch(self, delivery: Delivery) -> None:
+        """Something is in flight, and moves: a write has begun or ended."""
         self._space.set_timer(
-            TimerKind.DELIVERY, registration.key, self._space.timing.transfer_timeout_s
+            TimerKind.DELIVERY, delivery.registration.key, self._space.timing.transfer_timeout_s
         )
-        blocks: BlockGroups = tuple(
-            tuple(BlockId(block) for block in group) for group in message.local_block_ids
-        )
-        for index, route in enumerate(peer.routes_from_us[registration.peer.rank]):
-            moved = route.needed(span)
-            notice = Landed(
-                self._space.sender,
-                message.request_id,
-                moved.start,
-                len(moved),
-                route=index,
-                epoch=message.epoch,
-            )
-            self._space.emit(
-                PostWrite(
-                    operation_id=self._space.flights.launch(delivery.owner),
-                    peer=registration.peer,
-                    address=registration.address,
-                    route=route,
-                    own_block_ids=delivery.hold.block_ids,
-                    num_held=delivery.hold.num_tokens,
-                    peer_block_ids=blocks,
-                    span=span,
-                    notice=notice,
-                )
-            )
+
+    def _complete(self, delivery: Delivery) -> None:
+        """The end, if all is sent and has landed; that is never before prefill has finished."""
+        if delivery.state is not DeliveryState.WRITING or delivery.reason or delivery.draining:
+            return
+        if not delivery.outgoing or not all(each.complete for each in delivery.outgoing):
+            return
+        if delivery.hold.state is HoldState.HELD and self._space.flights.quiet(delivery.owner):
+            delivery.advance(DeliveryEvent.COMPLETED)
+            rank: Rank = delivery.registration.peer.rank
+            delivery.hold.served[rank] = "written"
+            self._note(delivery, "written", to=str(delivery.registration.peer))
 
     def _send_fail(self, delivery: Delivery, *, quiet: bool, held: bool | None = None) -> None:
         registration = delivery.registration
@@ -189,3 +241,7 @@ class Deliveries:
 
     def _note(self, delivery: Delivery, what: str, **details: object) -> None:
         self._space.note(RequestId(delivery.hold.request_id), what, **details)
+
+
+def _groups(block_ids: list[list[int]]) -> BlockGroups:
+    return tuple(tuple(BlockId(block) for block in group) for group in block_ids)

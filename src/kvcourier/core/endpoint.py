@@ -24,7 +24,9 @@ from kvcourier.core.events import (
     PeerConnected,
     PeerLost,
     PostRefused,
+    PrefillAdvanced,
     PrefillFinished,
+    PrefillRolledBack,
     RequestAborted,
     TimePassed,
     TransferCompleted,
@@ -194,6 +196,10 @@ class Endpoint:
                 pass
             case HoldBegun():
                 self._holder.begin(event)
+            case PrefillAdvanced():
+                self._holder.advance_prefill(event)
+            case PrefillRolledBack(request_id):
+                self._holder.roll_back(request_id)
             case PrefillFinished():
                 self._holder.finish_prefill(event)
             case WantBegun():
@@ -202,8 +208,8 @@ class Endpoint:
                 self._wanter.reserve(event)
             case WantDeclined(request_id):
                 self._wanter.decline(request_id)
-            case RequestAborted(request_id):
-                if not self._holder.abort(request_id):
+            case RequestAborted(request_id, block_ids):
+                if not self._holder.abort(request_id, block_ids):
                     self._wanter.abort(request_id)
             case MessageReceived(message):
                 self._on_message(message)

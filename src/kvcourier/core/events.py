@@ -51,6 +51,29 @@ class HoldBegun:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillAdvanced:
+    """The KV of positions [0, num_tokens) is written, for these layers (None: all), in these
+    blocks, which are still the engine's.
+
+    Per layer it never becomes less, until it is rolled back. Said of a hold that is over or has
+    finished it means nothing, so it may be late.
+    """
+
+    request_id: RequestId
+    block_ids: BlockGroups
+    num_tokens: int
+    layers: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRolledBack:
+    """The prompt was preempted, or is computed anew: what was written is void, and its blocks may
+    be anybody's."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillFinished:
     """The KV of positions [0, num_tokens) is written in these blocks, which are ours now."""
 
@@ -85,9 +108,15 @@ class WantDeclined:
 
 @dataclass(frozen=True, slots=True)
 class RequestAborted:
-    """The engine has ended the request; it only wants its blocks back."""
+    """The engine has ended the request; it only wants its blocks back.
+
+    `block_ids` are those of an unfinished prompt, from which something may be in flight: the engine
+    keeps them out of use until RELEASED, which then always comes. Without them it comes only if
+    blocks were handed over.
+    """
 
     request_id: RequestId
+    block_ids: BlockGroups | None = None
 
 
 # From the world.
@@ -175,6 +204,8 @@ class TimePassed:
 
 Event = (
     HoldBegun
+    | PrefillAdvanced
+    | PrefillRolledBack
     | PrefillFinished
     | WantBegun
     | BlocksReserved

@@ -14,7 +14,7 @@ from typing import Any
 from kvcourier.config import TransferMode
 from kvcourier.core.commands import Abandon
 from kvcourier.core.deliveries import Deliveries
-from kvcourier.core.events import HoldBegun, PrefillFinished
+from kvcourier.core.events import BlockGroups, HoldBegun, PrefillAdvanced, PrefillFinished
 from kvcourier.core.holds import (
     Delivery,
     DeliveryKey,
@@ -104,6 +104,25 @@ class Holder:
             else:
                 self._attach(hold, self._waiting.pop(key))
 
+    def advance_prefill(self, event: PrefillAdvanced) -> None:
+        """More KV of a prompt is written; nothing to do if its hold is over, or has finished."""
+        hold = self._holds.get(event.request_id)
+        if hold is None or hold.state is not HoldState.COMPUTING:
+            return
+        hold.write(event.block_ids, event.num_tokens, event.layers)
+        for delivery in hold.deliveries.values():
+            self._deliveries.advance(delivery)
+
+    def roll_back(self, request_id: RequestId) -> None:
+        """A prompt will be computed anew; nothing to do if its hold is over."""
+        hold = self._holds.get(request_id)
+        if hold is None or hold.state is not HoldState.COMPUTING:
+            return
+        hold.roll_back()
+        self._space.note(request_id, "rolled_back", num_registered=len(hold.deliveries))
+        for delivery in hold.deliveries.values():
+            self._deliveries.roll_back(delivery)
+
     def finish_prefill(self, event: PrefillFinished) -> None:
         """All KV of a prompt is written.
 
@@ -114,8 +133,8 @@ class Holder:
         if hold is None:
             raise LocalProtocolError(f"{event.request_id} is not held")
         hold.state = step(HOLD, hold.state, HoldEvent.PREFILL_FINISHED, event.request_id)
-        hold.block_ids = event.block_ids
-        hold.num_tokens = event.num_tokens
+        hold.block_ids, hold.num_tokens, hold.lent = event.block_ids, event.num_tokens, True
+        hold.write(event.block_ids, event.num_tokens, None)
         self._space.note(
             event.request_id,
             "prefill_finished",
@@ -127,11 +146,19 @@ class Holder:
             self._deliveries.advance(delivery)
         self._settle(hold)
 
-    def abort(self, request_id: RequestId) -> bool:
-        """The engine ended the request; False if it is none of ours."""
+    def abort(self, request_id: RequestId, block_ids: BlockGroups | None) -> bool:
+        """The engine ended the request; False if it is none of ours.
+
+        `block_ids`, if given, are kept out of use until RELEASED is told.
+        """
         hold = self._holds.get(request_id)
         if hold is None:
-            return False
+            if block_ids is not None:
+                # Whatever became of it, nothing is in flight from them.
+                self._space.tell(Side.HOLD, request_id, Outcome.RELEASED, block_ids=block_ids)
+            return block_ids is not None
+        if block_ids is not None and not hold.lent:
+            hold.block_ids, hold.lent = block_ids, True
         if hold.state is not HoldState.QUARANTINED:
             self._end(hold, None, "the prefill instance ended the request")
         return True
@@ -235,10 +262,7 @@ class Holder:
                 self._drop_waiting(key)
                 self._deliveries.refuse(registration, reason)
         for delivery in list(self._by_delivery.values()):
-            if (
-                delivery.registration.address == address
-                and delivery.state is DeliveryState.REGISTERED
-            ):
+            if delivery.registration.address == address:
                 self._deliveries.fail(delivery, reason)
 
     def on_landed(self, owner: Owner, reason: str | None) -> None:
@@ -298,7 +322,7 @@ class Holder:
             self._space.leave_peer(registration.address, registration.request_id)
             self._deliveries.refuse(registration, "this prompt's KV is promised to another request")
             return
-        delivery = Delivery(hold, registration)
+        delivery = Delivery(hold, registration, epoch=message.epoch)
         hold.deliveries[registration.key] = delivery
         self._by_delivery[registration.key] = delivery
         self._space.stories.alias(registration.request_id, hold.request_id)
@@ -433,7 +457,6 @@ class Holder:
 
     def _release(self, hold: Hold, event: HoldEvent) -> None:
         """Give the blocks back: the only place where a holder does."""
-        had_blocks = hold.state is not HoldState.COMPUTING
         hold.state = step(HOLD, hold.state, event, hold.request_id)
         del self._holds[hold.request_id]
         self._space.cancel_timer(TimerKind.HOLD_QUARANTINE, hold.request_id)
@@ -442,7 +465,7 @@ class Holder:
             self._space.cancel_timer(TimerKind.DELIVERY, key)
             self._space.leave_peer(delivery.registration.address, delivery.registration.request_id)
         self._ended.remember(hold)
-        if had_blocks:
+        if hold.lent:
             self._space.tell(Side.HOLD, hold.request_id, Outcome.RELEASED, block_ids=hold.block_ids)
 
     def _is_quiet(self, hold: Hold) -> bool:

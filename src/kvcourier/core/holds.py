@@ -6,11 +6,13 @@ messages beyond the registration itself, and when anything is sent.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvcourier.core.events import BlockGroups
 from kvcourier.core.lifecycle import DELIVERY, DeliveryEvent, DeliveryState, HoldState, step
 from kvcourier.core.messages import HoldName, Register
+from kvcourier.core.outgoing import Outgoing
 from kvcourier.core.rendezvous import Claim
 from kvcourier.core.workspace import Owner
 from kvcourier.ids import (
@@ -68,12 +70,22 @@ class Registration:
 
 @dataclass(slots=True)
 class Delivery:
-    """A registration that met its hold."""
+    """A registration that met its hold.
+
+    Attributes:
+        epoch: rises whenever the prompt is computed anew.
+        outgoing: what is still to be sent in this epoch, per route; empty before the first post.
+        draining: writes of an older epoch are in flight; no other is posted meanwhile.
+        reason: why it failed; nothing more is posted then.
+    """
 
     hold: "Hold"
     registration: Registration
     state: DeliveryState = DeliveryState.REGISTERED
     acknowledged: bool = False
+    epoch: int = 0
+    outgoing: list[Outgoing] = field(default_factory=list)
+    draining: bool = False
     reason: str = ""
 
     @property
@@ -90,8 +102,13 @@ class Delivery:
 class Hold:
     """One prompt's KV.
 
-    `bound` is the one request that may have it; `needed` are the ranks of its instance that take
-    something from ours, `served` those that have it or want it no more, each with how.
+    Attributes:
+        num_tokens: positions that `block_ids` hold for some layer at least.
+        lent: `block_ids` are kept for us; the engine is owed RELEASED.
+        written: positions written of single layers, where these are ahead of `written_of_all`.
+        bound: the one request that may have it.
+        needed: ranks of its instance that take something from ours.
+        served: those of them that have it or want it no more, each with how.
     """
 
     request_id: RequestId
@@ -100,6 +117,9 @@ class Hold:
     state: HoldState = HoldState.COMPUTING
     block_ids: BlockGroups = ()
     num_tokens: int = 0
+    lent: bool = False
+    written_of_all: int = 0
+    written: dict[int, int] = field(default_factory=dict)
     deliveries: dict[DeliveryKey, Delivery] = field(default_factory=dict)
     bound: Wanter | None = None
     needed: set[Rank] = field(default_factory=set)
@@ -115,6 +135,25 @@ class Hold:
         self.bound = wanter
         self.needed |= ranks
         return True
+
+    def write(self, block_ids: BlockGroups, num_tokens: int, layers: Iterable[int] | None) -> None:
+        """Positions [0, num_tokens) of these layers (None: all) are written in these blocks."""
+        if num_tokens >= self.num_tokens:
+            self.block_ids, self.num_tokens = block_ids, num_tokens
+        if layers is None:
+            self.written_of_all = max(self.written_of_all, num_tokens)
+        for layer in layers or ():
+            self.written[layer] = max(self.written.get(layer, 0), num_tokens)
+
+    def roll_back(self) -> None:
+        """Nothing is written any more."""
+        self.block_ids, self.num_tokens = (), 0
+        self.written_of_all = 0
+        self.written.clear()
+
+    def num_written(self, layer: int) -> int:
+        """Positions of a layer that are written, from 0 on."""
+        return max(self.written_of_all, self.written.get(layer, 0))
 
     def is_meant_by(self, name: HoldName) -> bool:
         """Whether a name, by which it was found, promises this very hold and not one before it."""

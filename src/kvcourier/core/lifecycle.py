@@ -89,6 +89,7 @@ HOLD: Mapping[HoldState, Mapping[HoldEvent, HoldState]] = {
     HoldState.COMPUTING: {
         HoldEvent.PREFILL_FINISHED: HoldState.HELD,
         HoldEvent.ENDED_QUIET: HoldState.RELEASED,
+        HoldEvent.ENDED_IN_FLIGHT: HoldState.QUARANTINED,
     },
     HoldState.HELD: {
         HoldEvent.ENDED_QUIET: HoldState.RELEASED,

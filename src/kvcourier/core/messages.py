@@ -23,6 +23,7 @@ from kvcourier.ids import (
     TransferId,
     TransferKey,
 )
+from kvcourier.layout.geometry import TokenSpan
 
 PROTOCOL_VERSION = 2
 """1: first version. 2: offers have cache groups and staging memory, lists of block ids begin with
@@ -108,7 +109,8 @@ class Landed(Message, frozen=True, tag="landed"):
 
     `request_id` is the wanter's. `route` numbers the routes between the two ranks, in the order
     both sides compute them (layout.routes). `layers` are global indices, None for all the route
-    covers; tokens are absolute positions.
+    covers; tokens are absolute positions. With a newer `epoch` than before, all that has landed
+    for this transfer from this rank is void: the prompt is computed anew.
     """
 
     sender: SenderFields
@@ -268,6 +270,11 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 def sender_fields(peer: PeerRank) -> SenderFields:
     """The wire form of a rank's identity."""
     return SenderFields(peer.engine_id, peer.incarnation, (peer.rank.pp_rank, peer.rank.tp_rank))
+
+
+def span_of(landed: Landed) -> TokenSpan:
+    """Positions of the tiles that a notice tells of."""
+    return TokenSpan(landed.first_token, landed.first_token + landed.num_tokens)
 
 
 def hold_name(

@@ -17,7 +17,7 @@ from kvcourier.core.commands import Abandon, PostRead
 from kvcourier.core.coverage import Coverage
 from kvcourier.core.events import BlocksReserved, WantBegun
 from kvcourier.core.lifecycle import WantEvent, WantState
-from kvcourier.core.messages import Fail, Fenced, Landed, Registered, RenewItem
+from kvcourier.core.messages import Fail, Fenced, Landed, Registered, RenewItem, span_of
 from kvcourier.core.outcomes import Outcome, Side
 from kvcourier.core.params import PullIntent
 from kvcourier.core.peers import Peer, PeerState
@@ -25,7 +25,6 @@ from kvcourier.core.wants import Link, Want, WriteTarget
 from kvcourier.core.workspace import Counted, Owner, TimerKind, Workspace
 from kvcourier.errors import LocalProtocolError
 from kvcourier.ids import InstanceAddress, PeerRank, RequestId
-from kvcourier.layout.geometry import TokenSpan
 
 _MAX_CONNECTS = 2
 _AWAITING_WRITE = frozenset({WantState.REGISTERING, WantState.REGISTERED})
@@ -135,9 +134,9 @@ class Wanter:
         if want is None or link is None or want.state not in _AWAITING_WRITE:
             self._space.counts[Counted.STALE_REFUSED] += 1
             return
-        span = TokenSpan(message.first_token, message.first_token + message.num_tokens)
-        expected = message.route < len(link.coverage)
-        if not expected or not link.coverage[message.route].land(span, message.layers):
+        span = span_of(message)
+        coverage = _expected(want, link, message)
+        if coverage is None or not coverage.land(span, message.layers):
             self._space.counts[Counted.STALE_REFUSED] += 1
             return
         self._space.note(want.request_id, "landed", by=str(link.peer), tokens=len(span))
@@ -151,10 +150,9 @@ class Wanter:
         want, link = self._match(message.sender.peer(), message.request_id)
         if want is None or link is None or want.state not in _AWAITING_WRITE:
             return None
-        span = TokenSpan(message.first_token, message.first_token + message.num_tokens)
-        if message.route >= len(link.coverage) or not link.coverage[message.route].expects(
-            span, message.layers
-        ):
+        span = span_of(message)
+        coverage = _expected(want, link, message)
+        if coverage is None or not coverage.expects(span, message.layers):
             return None
         route = link.routes[message.route]
         return WriteTarget(want.request_id, route, want.block_ids, want.span, span)
@@ -353,7 +351,7 @@ class Wanter:
             TimerKind.WANT, want.request_id, self._space.timing.push_registration_timeout
         )
         for link in want.sources:
-            link.coverage = [Coverage(each.layers, each.needed(want.span)) for each in link.routes]
+            link.expect(want.span)
             link.may_write = True
             self._asks.register(want, link)
         self._space.set_timer(TimerKind.RESEND, want.request_id, self._space.timing.resend_s)
@@ -488,6 +486,19 @@ class Wanter:
 
     def _ignore(self) -> None:
         self._space.counts[Counted.MESSAGES_IGNORED] += 1
+
+
+def _expected(want: Want, link: Link, message: Landed) -> Coverage | None:
+    """What is to come of the tiles' route; None if the tiles are foreign or of an older epoch.
+
+    With a newer epoch all that has landed from this rank is void.
+    """
+    if message.route >= len(link.coverage) or message.epoch < link.epoch:
+        return None
+    if message.epoch > link.epoch:
+        link.epoch = message.epoch
+        link.expect(want.span)
+    return link.coverage[message.route]
 
 
 def _mode(want: Want) -> TransferMode:

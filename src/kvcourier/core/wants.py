@@ -28,6 +28,7 @@ class Link:
         routes: what we take from it; none for a rank we only have to free.
         consumers: ranks of our instance that take from it.
         coverage: what has landed, per route (push).
+        epoch: how often the prompt was computed anew there, as its writes say.
         may_write: whether it may still write into our blocks (push): from our registration until
             all has landed, it is fenced, or it is gone.
         acknowledged: it has our registration.
@@ -38,9 +39,14 @@ class Link:
     routes: tuple[Route, ...]
     consumers: tuple[Rank, ...]
     coverage: list[Coverage] = field(default_factory=list)
+    epoch: int = 0
     may_write: bool = False
     acknowledged: bool = False
     proven_until: float = -math.inf
+
+    def expect(self, span: TokenSpan) -> None:
+        """Nothing has landed, and all that is needed of `span` is to come."""
+        self.coverage = [Coverage(each.layers, each.needed(span)) for each in self.routes]
 
     @property
     def covered(self) -> bool:

@@ -94,7 +94,7 @@ class MappingCache:
             target.groups[route.target_group],
             block_run("source", source, route.source_group, source_ids, held),
             block_run("target", target, route.target_group, target_ids, command.span),
-            route.needed(command.span),
+            command.moved,
         )
 
     def _plan(

@@ -127,16 +127,8 @@ class PackedReceiver:
 
         Waits for a copy that runs, which takes a fraction of a millisecond on a GPU.
         """
-        running = [
-            (key, number, ticket)
-            for key, stream in self._streams.items()
-            if stream.owner == owner
-            for number, ticket in stream.scatters.items()
-        ]
-        self._do(self._core.forget(owner, self._clock()))
-        for key, number, ticket in running:
-            self._copier.wait(ticket)
-            self._on_scattered(key, number)
+        keys = [key for key, stream in self._streams.items() if stream.owner == owner]
+        self._drop(keys, self._core.forget(owner, self._clock()))
 
     def lose(self, peer: PeerRank) -> None:
         """A peer's life is over: nothing of it can write into our slots any more."""
@@ -154,6 +146,26 @@ class PackedReceiver:
         landed, self._landed = self._landed, []
         return landed
 
+    def _drop(self, keys: list[StreamKey], actions: list[ReceiverAction]) -> None:
+        """Do what ends these streams, and wait for the copies that run."""
+        running = [(key, *each) for key in keys for each in self._streams[key].scatters.items()]
+        self._do(actions)
+        for key, number, ticket in running:
+            self._copier.wait(ticket)
+            self._on_scattered(key, number)
+
+    def _drop_older(self, peer: PeerRank, owner: RequestId, epoch: int) -> None:
+        """The prompt was computed anew. The peer writes nothing of it before it has our grant, so
+        what is left of the older epochs is out of the way by then."""
+        older = [
+            key
+            for key, stream in self._streams.items()
+            if key[0] == peer and stream.owner == owner and stream.landed.epoch < epoch
+        ]
+        if older:
+            reason = "the prompt is computed anew"
+            self._drop(older, self._core.drop(older, reason, self._clock()))
+
     def _on_scattered(self, key: StreamKey, number: int) -> None:
         del self._streams[key].scatters[number]
         self._do(self._core.on_scattered(*key, number, self._clock()))
@@ -162,6 +174,8 @@ class PackedReceiver:
         key = peer, stream
         problem = ""
         target = self._expects(message.landed) if message.landed.sender == message.sender else None
+        if target is not None:
+            self._drop_older(peer, target.request_id, message.landed.epoch)
         if self._staging is None:
             problem = f"{NO_STAGING}: this rank has none"
         elif target is None:

@@ -219,7 +219,7 @@ class Postings:
         path, estimates_s = self._chooser(command).choose(
             mapping.estimate_pieces(command), num_parcels, num_bytes
         )
-        if path is TransferPath.DIRECT:
+        if path is TransferPath.DIRECT and not _is_anew(command):
             return self._post(command, contact, estimates_s)
         began = self._clock()
         agent = contact.agent(command.peer.rank)
@@ -247,7 +247,7 @@ class Postings:
             self._observer.completed(Operation.WRITE, seconds)
             self._chooser(command).learn_packed(result.num_parcels, result.num_bytes, seconds)
             return [TransferCompleted(command.operation_id)]
-        if result.reason.startswith(NO_STAGING):
+        if result.reason.startswith(NO_STAGING) and not _is_anew(command):
             _log.info("%s: %s; the direct path is taken", command.peer, result.reason)
             try:
                 contact = self._contacts.get(command.address, command.peer)
@@ -265,6 +265,15 @@ class Postings:
             memory = self._contacts.memory
             self._choosers[peer] = PathChooser(self._policy, memory)
         return self._choosers[peer]
+
+
+def _is_anew(command: PostWrite) -> bool:
+    """Whether the prompt was computed anew since something of it was sent.
+
+    Parcels of before may still be on their way into the blocks over there. The peer drops them when
+    a stream is opened, of which a direct WRITE says nothing.
+    """
+    return command.notice.epoch > 0
 
 
 def _operation(command: Command) -> Operation:

@@ -117,11 +117,17 @@ class Receiver:
         They are quiet once `scattering(owner)` is false. Slots that the peer may still write stay
         out of the ring until they are known to be quiet, too.
         """
+        keys = [key for key, record in self._streams.items() if record.owner == owner]
+        return self.drop(keys, "the request is over", now)
+
+    def drop(self, keys: Iterable[StreamKey], reason: str, now: float) -> list[ReceiverAction]:
+        """Scatter nothing more of these streams; what is being scattered goes on."""
         actions: list[ReceiverAction] = []
-        for key, record in list(self._streams.items()):
-            if record.owner == owner and record.live:
+        for key in keys:
+            record = self._streams.get(key)
+            if record is not None and record.live:
                 self._end(key, record)
-                actions.append(SendRefusal(*key, "the request is over"))
+                actions.append(SendRefusal(*key, reason))
         return actions + self._grant(now)
 
     # From peers.
