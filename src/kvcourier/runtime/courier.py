@@ -72,6 +72,7 @@ from kvcourier.runtime.staging import StagingPair
 from kvcourier.transport.interface import Notification, Transport
 
 _log = logging.getLogger(__name__)
+_Submitted = tuple[Event, Callable[[], bool] | None]
 _UNKNOWN_WRITER = (Landed, Parcel)
 """Notices that only a connected peer's agent may send."""
 
@@ -123,7 +124,8 @@ class Courier:
         self._on_death = on_death
         self._engine_token = engine_token
         self._clock = clock
-        self._inbox: deque[Event | threading.Event] = deque()
+        self._inbox: deque[_Submitted | threading.Event] = deque()
+        self._unready: deque[_Submitted] = deque()
         self._events: deque[Event] = deque()
         me = sender_fields(endpoint.me)
         self._postings = Postings(
@@ -175,9 +177,13 @@ class Courier:
         """Run from now on."""
         self._thread.start()
 
-    def submit(self, event: Event) -> None:
-        """Hand an event over, from any thread; handled in order, soon."""
-        self._inbox.append(event)
+    def submit(self, event: Event, ready: Callable[[], bool] | None = None) -> None:
+        """Hand an event over, from any thread; handled soon, those of one request in order.
+
+        With `ready` not before it returns True, as for what a GPU has yet to compute; asked on
+        the courier's thread.
+        """
+        self._inbox.append((event, ready))
         self._channel.wake()
 
     def flush(self) -> threading.Event:
@@ -230,12 +236,7 @@ class Courier:
 
     def step(self) -> None:
         """Take everything that has come and do what follows from it; never waits."""
-        while self._inbox:
-            item = self._inbox.popleft()
-            if isinstance(item, threading.Event):
-                item.set()
-            else:
-                self._handle_call(item)
+        self._take_inbox()
         for address, payload in self._channel.answers():
             self._on_handshake_answer(address, payload)
         for identity, payload in self._channel.messages():
@@ -255,7 +256,7 @@ class Courier:
         if self._inbox:
             return 0.0
         config = self._config
-        if self._postings.streaming or self._receiver.busy:
+        if self._postings.streaming or self._receiver.busy or self._unready:
             patience = config.poll_stream_s
         elif self._postings.busy or self.endpoint.awaits_notification:
             patience = config.poll_busy_s
@@ -273,6 +274,24 @@ class Courier:
         # Only now that the transfer is posted: nobody waits for a metric.
         if (handed_over := hand_over(event)) is not None:
             self._observer.handed_over(*handed_over)
+
+    def _take_inbox(self) -> None:
+        """Handle what is ready; what is not holds up the later events of its request."""
+        items: deque[_Submitted | threading.Event] = deque(self._unready)
+        self._unready.clear()
+        held_up: set[object] = set()
+        while items or self._inbox:
+            item = (items or self._inbox).popleft()
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            event, ready = item
+            request_id = getattr(event, "request_id", None)
+            if request_id in held_up or not (ready is None or ready()):
+                held_up.add(request_id)
+                self._unready.append(item)
+            else:
+                self._handle_call(event)
 
     def _handle(self, event: Event) -> None:
         """Let the core take an event, and all events its commands lead to."""

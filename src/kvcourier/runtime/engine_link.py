@@ -72,7 +72,10 @@ class Decline(EngineCall, frozen=True, tag="decline"):
 
 
 class Abort(EngineCall, frozen=True, tag="abort"):
-    """Either side: the request has ended early."""
+    """Either side: the request has ended early. A hold's `block_ids` are the courier's until it
+    reports that nothing is in flight from them."""
+
+    block_ids: list[list[int]] | None = None
 
 
 AnyCall = BeginHold | FinishPrefill | Expect | Receive | Decline | Abort
@@ -120,7 +123,8 @@ def event_of(call: AnyCall, limits: Limits) -> Event:
         case Decline():
             return WantDeclined(request_id)
         case Abort():
-            return RequestAborted(request_id)
+            lent = None if call.block_ids is None else _groups(call.block_ids)
+            return RequestAborted(request_id, lent)
 
 
 class EngineLink:
