@@ -4,7 +4,7 @@ Comparing bytes then finds any shifted, stale or foreign block. For tests of who
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 
@@ -23,23 +23,34 @@ def group_of(
 
 
 def write_prompt(
-    instance: Instance, prompt: str, block_ids: Sequence[int], span: TokenSpan, first_token: int = 0
+    instance: Instance,
+    prompt: str,
+    block_ids: Sequence[int],
+    span: TokenSpan,
+    first_token: int = 0,
+    layers: Container[int] | None = None,
 ) -> None:
-    """Compute the prompt's KV of these positions into an instance's blocks, on every rank."""
+    """Compute the prompt's KV of these positions into an instance's blocks, on every rank, for
+    these layers only if any are given."""
     for cache, buffers in instance.values():
-        for row, plane, view in _planes(cache, buffers):
+        for row, plane, view in _planes(cache, buffers, layers):
             for position in range(span.start, span.stop):
                 block, slot = _place(cache, block_ids, position, first_token)
                 view[block, slot] = _cells(prompt, cache, row, plane, position)
 
 
 def wrong_cells(
-    instance: Instance, prompt: str, block_ids: Sequence[int], span: TokenSpan, first_token: int = 0
+    instance: Instance,
+    prompt: str,
+    block_ids: Sequence[int],
+    span: TokenSpan,
+    first_token: int = 0,
+    layers: Container[int] | None = None,
 ) -> list[str]:
     """Every (rank, layer, plane, position) whose bytes are not the prompt's."""
     wrong = []
     for rank, (cache, buffers) in instance.items():
-        for row, plane, view in _planes(cache, buffers):
+        for row, plane, view in _planes(cache, buffers, layers):
             for position in range(span.start, span.stop):
                 block, slot = _place(cache, block_ids, position, first_token)
                 if not np.array_equal(
@@ -59,8 +70,10 @@ def touched_blocks(instance: Instance) -> set[int]:
     return touched
 
 
-def _planes(cache, buffers):
-    for row in range(len(cache.geometry.layers)):
+def _planes(cache, buffers, layers=None):
+    for row, layer in enumerate(cache.geometry.layers):
+        if layers is not None and layer not in layers:
+            continue
         for plane in range(cache.geometry.kind.num_planes):
             yield row, plane, plane_cells(cache, buffers, row, plane)
 

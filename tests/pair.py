@@ -5,11 +5,13 @@ invariants of the style guide are checked after every step.
 
 S1  no block is released while a posted operation on it is not terminal
 S2  "received" means every byte came from the matched source
+S3  a tile is posted once an epoch, and only when all of it is written
 S4  each request gets at most one terminal report per side, and one release if it gave blocks
 """
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -35,7 +37,9 @@ from kvcourier.core.events import (
     PeerConnected,
     PeerLost,
     PostRefused,
+    PrefillAdvanced,
     PrefillFinished,
+    PrefillRolledBack,
     RequestAborted,
     TimePassed,
     TransferCompleted,
@@ -44,7 +48,7 @@ from kvcourier.core.events import (
     WantBegun,
     WantDeclined,
 )
-from kvcourier.core.messages import decode, encode
+from kvcourier.core.messages import Landed, decode, encode
 from kvcourier.core.outcomes import Outcome
 from kvcourier.core.params import HolderAddress, PullIntent, PushIntent
 from kvcourier.errors import MappingError
@@ -87,6 +91,8 @@ class Item:
     fail: Callable[[], None] | None = None
     touches: tuple[tuple[str, int], ...] = ()
     """(side, block) that it reads or writes on arrival."""
+    notice: Landed | None = None
+    """What a WRITE brings along."""
 
     def __repr__(self) -> str:
         return f"{self.kind} {self.sender} -> {self.target}"
@@ -204,6 +210,15 @@ class Side:
             kept = span.needed(group.window, self.block_size)
             write_prompt(group_of(self.caches, index), prompt, blocks, kept, kept.start)
 
+    def take_whole(self, request_id: str, num_tokens: int) -> BlockGroups | None:
+        """Lend each group blocks for all positions of a prompt, as while it is computed."""
+        count = -(-num_tokens // self.block_size)
+        if count * len(self.groups) > len(self.free):
+            return None
+        taken = tuple(tuple(self.free.pop() for _ in range(count)) for _ in self.groups)
+        self.lent[RequestId(request_id)] = [block for blocks in taken for block in blocks]
+        return taken
+
     def wrong(self, rank: Rank, prompt: str, block_ids: BlockGroups, span: TokenSpan) -> list[str]:
         """Cells of a rank that a later query looks at and that are not the prompt's."""
         wrong = []
@@ -221,10 +236,41 @@ class Side:
         ranks = self.reports.get(RequestId(request_id), {})
         return {outcome for told in ranks.values() for outcome in told}
 
+    def wrong_to_send(self, rank: Rank, prompt: str, command: PostWrite) -> list[str]:
+        """Cells of a tile that are not the prompt's, or not yet."""
+        index = command.route.source_group
+        group = self.groups[index]
+        first = TokenSpan(0, command.num_held).needed(group.window, group.block_size).start
+        return wrong_cells(
+            {rank: group_of(self.caches, index)[rank]},
+            prompt,
+            command.own_block_ids[index],
+            command.moved,
+            first,
+            command.notice.layers or command.route.layers,
+        )
+
     def is_over(self, request_id: str) -> bool:
         """Whether every rank has released the request."""
         ranks = self.reports.get(RequestId(request_id), {})
         return all(Outcome.RELEASED in ranks.get(rank, ()) for rank in self.endpoints)
+
+
+@dataclass
+class Prompt:
+    """A prompt that P computes bit by bit, in blocks for all of its positions."""
+
+    name: str
+    num_tokens: int
+    blocks: BlockGroups
+
+    def held(self, side: Side, num_written: int) -> BlockGroups:
+        """The blocks that P's engine names when so many positions are written."""
+        named = []
+        for group, blocks in zip(side.groups, self.blocks, strict=True):
+            first = TokenSpan(0, num_written).needed(group.window, group.block_size).start
+            named.append(blocks[first // group.block_size : -(-num_written // group.block_size)])
+        return tuple(named)
 
 
 class Pair:
@@ -242,6 +288,10 @@ class Pair:
         self.items: list[Item] = []
         self.prompts: dict[RequestId, tuple[str, TokenSpan, BlockGroups]] = {}
         """Per D request: the prompt it must get, where, in which blocks."""
+        self.computing: dict[str, Prompt] = {}
+        """Per P request, what it computes bit by bit and has not finished."""
+        self._anew: Counter[str] = Counter()
+        self._sent: set[tuple] = set()
         self._names = itertools.count(1)
         timing = timing or Timing()
         self.prefill = Side("p", _address("p", 1), timing, prefill or {})
@@ -263,12 +313,64 @@ class Pair:
         self.note_hold_id(request_id, hold_id)
         self.engine(self.prefill, HoldBegun(RequestId(request_id), hold_id, key))
 
+    def advance_prefill(
+        self,
+        request_id: str,
+        name: str,
+        num_tokens: int,
+        num_written: int,
+        layers: tuple[int, ...] | None = None,
+    ) -> bool:
+        """P computes a prompt up to a position, in some layers only; False if it has too few
+        blocks."""
+        prompt = self.computing.get(request_id)
+        if prompt is None:
+            blocks = self.prefill.take_whole(request_id, num_tokens)
+            if blocks is None:
+                return False
+            prompt = self.computing[request_id] = Prompt(name, num_tokens, blocks)
+        self._compute(prompt, num_written, layers)
+        held = prompt.held(self.prefill, num_written)
+        event = PrefillAdvanced(RequestId(request_id), held, num_written, layers)
+        self.engine(self.prefill, event)
+        return True
+
+    def _compute(self, prompt: Prompt, num_written: int, layers: tuple[int, ...] | None) -> None:
+        for index, (group, blocks) in enumerate(
+            zip(self.prefill.groups, prompt.blocks, strict=True)
+        ):
+            kept = TokenSpan(0, num_written).needed(group.window, group.block_size)
+            content, cache = self.content(prompt.name), group_of(self.prefill.caches, index)
+            write_prompt(cache, "left the window", blocks, TokenSpan(0, kept.start))
+            write_prompt(cache, content, blocks, kept, 0, layers)
+
+    def roll_back(self, request_id: str) -> None:
+        """P preempts a prompt: its blocks are free at once, and it will be computed anew."""
+        prompt = self.computing.pop(request_id)
+        blocks = self.prefill.lent.pop(RequestId(request_id))
+        self._anew[prompt.name] += 1
+        for item in self.items:
+            # What still reads them moves nothing that counts.
+            own = {("p", block) for block in blocks}
+            item.touches = tuple(each for each in item.touches if each not in own)
+        self.prefill.free += blocks
+        self.engine(self.prefill, PrefillRolledBack(RequestId(request_id)))
+
+    def content(self, name: str) -> str:
+        """What stands for a prompt's KV: each computation of it has its own."""
+        return f"{name}/{self._anew[name]}" if self._anew[name] else name
+
     def finish(self, request_id: str, prompt: str, num_tokens: int) -> BlockGroups:
-        """P computes the prompt and hands its blocks over; returns them."""
+        """P computes the prompt, or what is left of it, and hands its blocks over; returns them."""
         span = TokenSpan(0, num_tokens)
-        blocks = self.prefill.take(request_id, span)
-        assert blocks is not None
-        self.prefill.write(prompt, blocks, span)
+        begun = self.computing.pop(request_id, None)
+        if begun is None:
+            blocks = self.prefill.take(request_id, span)
+            assert blocks is not None
+            self.prefill.write(self.content(prompt), blocks, span)
+        else:
+            self._compute(begun, num_tokens, None)
+            blocks = begun.held(self.prefill, num_tokens)
         self.note_held(request_id, num_tokens)
         self.engine(self.prefill, PrefillFinished(RequestId(request_id), blocks, num_tokens))
         return blocks
@@ -325,7 +427,9 @@ class Pair:
 
     def abort(self, side: Side, request_id: str) -> None:
         """The engine ends a request early."""
-        self.engine(side, RequestAborted(RequestId(request_id)))
+        prompt = self.computing.pop(request_id, None)
+        blocks = None if prompt is None else prompt.blocks
+        self.engine(side, RequestAborted(RequestId(request_id), blocks))
 
     def decline(self, request_id: str) -> None:
         """D needs nothing after all."""
@@ -398,6 +502,8 @@ class Pair:
             if item.fail is not None:
                 self.items.remove(item)
         side.start()
+        if side is self.prefill:
+            self.computing.clear()
         for item in [each for each in self.items if each.target in old and each.fail is not None]:
             self.items.remove(item)
             item.fail()
@@ -517,6 +623,9 @@ class Pair:
             self._handle(side, rank, PostRefused(command.operation_id, str(error)))
             return
 
+        if writes:
+            self._check_tile(side, rank, command)
+
         def land() -> None:
             copy_pieces(pieces, from_group, to_group)
             if self._side_of(me) is None:
@@ -532,14 +641,26 @@ class Pair:
         touches = [(side.name, block) for group in own_ids for block in group]
         if writes:
             touches += [(other.name, block) for group in peer_ids for block in group]
-        self.items.append(
-            Item("write" if writes else "read", me, command.peer, land, fail, tuple(touches))
-        )
+        kind, notice = ("write", command.notice) if writes else ("read", None)
+        self.items.append(Item(kind, me, command.peer, land, fail, tuple(touches), notice))
         self._handle(
             side,
             rank,
             TransferPosted(command.operation_id, len(pieces), pieces.num_bytes, 0.0, "test"),
         )
+
+    def _check_tile(self, side: Side, rank: Rank, command: PostWrite) -> None:
+        """S3: it is written, and was not posted before."""
+        notice = command.notice
+        name = self.prompts[RequestId(notice.request_id)][0]
+        wrong = side.wrong_to_send(rank, self.content(name), command)
+        assert not wrong, f"S3: {notice} is posted before it is written: {wrong[:3]}"
+        for layer in notice.layers or command.route.layers:
+            for position in range(command.moved.start, command.moved.stop):
+                tile = (side.rank(rank), command.peer, notice.request_id, notice.route)
+                cell = (*tile, notice.epoch, layer, position)
+                assert cell not in self._sent, f"S3: {notice} is posted again"
+                self._sent.add(cell)
 
     def _report(self, side: Side, rank: Rank, report) -> None:
         told = side.reports.setdefault(report.request_id, {}).setdefault(rank, [])
@@ -551,7 +672,7 @@ class Pair:
         assert told.count(Outcome.RELEASED) <= 1, f"S4: {report.request_id} released twice"
         if report.outcome is Outcome.RECEIVED:
             prompt, span, blocks = self.prompts[report.request_id]
-            wrong = side.wrong(rank, prompt, blocks, span)
+            wrong = side.wrong(rank, self.content(prompt), blocks, span)
             assert not wrong, f"S2: {report.request_id} received, but {wrong[:3]}"
         if side.is_over(report.request_id):
             side.free += side.lent.pop(report.request_id, [])

@@ -149,6 +149,7 @@ def test_block_ids_that_do_not_fit_the_groups_fail_by_name(mode, change, sentenc
     pair = Pair(WINDOWED, WINDOWED)
     pair.hold("p1", "t1")
     blocks = pair.prefill.take("p1", TokenSpan(0, 100))
+    pair.prefill.write("hello", blocks, TokenSpan(0, 100))
     pair.engine(pair.prefill, PrefillFinished(RequestId("p1"), change(blocks), 100))
     if mode == "push":
         pair.want_push("d1", "t1")

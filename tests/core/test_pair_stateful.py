@@ -61,6 +61,7 @@ class PairMachine(RuleBasedStateMachine):
         self.count = 0
         self.tokens = {}
         self.life = {}
+        self.written = {}
         self.reserved = set()
         self.aborted = set()
 
@@ -91,13 +92,42 @@ class PairMachine(RuleBasedStateMachine):
         self.pair.want_push(request_id, f"t-{hold[0]}")
         return request_id, hold[0]
 
+    @rule(target=holds, num_tokens=st.integers(17, 60), cached=st.booleans())
+    def register_early(self, num_tokens, cached):
+        """A push as it should be: P knows where to write before it has computed anything."""
+        hold = self.hold(num_tokens, "push")
+        want = self.want_push(num_tokens, hold)
+        self.reserve(want, 0.5 if cached else 0.0)
+        self.pair.deliver_all()
+        return hold
+
+    @rule(
+        hold=holds,
+        part=st.floats(0, 1),
+        layers=st.sampled_from([None, None, (0,), (1,), (0, 1)]),
+    )
+    def advance_prefill(self, hold, part, layers):
+        request_id, num_tokens = hold[0], self.tokens[hold[0]]
+        if self.alive(request_id) and request_id not in self.aborted:
+            num_written = max(1, round(part * num_tokens), self.written.get(request_id, 0))
+            if self.pair.advance_prefill(
+                request_id, f"prompt-{request_id}", num_tokens, num_written, layers
+            ):
+                self.written[request_id] = num_written
+
+    @rule(hold=holds)
+    def roll_back(self, hold):
+        if hold[0] in self.pair.computing:
+            self.written.pop(hold[0], None)
+            self.pair.roll_back(hold[0])
+
     @rule(target=prompts, hold=consumes(holds))
     def finish(self, hold):
         request_id, mode = hold
         num_tokens = self.tokens[request_id]
         if not self.alive(request_id) or request_id in self.aborted:
             return None
-        if not self.pair.prefill.fits(num_tokens):
+        if request_id not in self.pair.computing and not self.pair.prefill.fits(num_tokens):
             self.abort_request(request_id)
             return None
         blocks = self.pair.finish(request_id, f"prompt-{request_id}", num_tokens)
@@ -185,7 +215,7 @@ class PairMachine(RuleBasedStateMachine):
         pair = self.pair
         for request_id in sorted(self.life):
             side = pair.prefill if request_id[0] == "p" else pair.decode
-            unfinished = request_id[0] == "p" and is_computing(side, request_id)
+            unfinished = request_id[0] == "p" and is_computing(pair, request_id)
             waiting = request_id[0] == "d" and request_id not in self.reserved
             if self.alive(request_id) and (unfinished or waiting):
                 self.abort_request(request_id)
@@ -210,9 +240,11 @@ class PairMachine(RuleBasedStateMachine):
         assert pair.decode.outcomes("d-last") == {Outcome.RECEIVED, Outcome.RELEASED}
 
 
-def is_computing(side, request_id):
+def is_computing(pair, request_id):
     """Whether P's engine has begun this prompt and not handed its blocks over."""
-    return request_id not in side.lent and not side.outcomes(request_id)
+    if request_id in pair.computing:
+        return True
+    return request_id not in pair.prefill.lent and not pair.prefill.outcomes(request_id)
 
 
 TestPairMachine = PairMachine.TestCase

@@ -152,6 +152,10 @@ class Endpoint:
         """Whether a peer's notification is expected soon, so that polling for it pays."""
         return bool(self._holder.holds or self._wanter.wants)
 
+    def is_awaited(self, request_id: RequestId) -> bool:
+        """Whether somebody has registered for this prompt; may be asked from any thread."""
+        return self._holder.is_awaited(request_id)
+
     def partners(self, address: InstanceAddress) -> frozenset[Rank]:
         """Ranks of a connected peer that we move bytes to or from."""
         peer = self._space.peers.get(address)

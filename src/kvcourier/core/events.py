@@ -202,7 +202,7 @@ class TimePassed:
     """Nothing happened but time: deadlines may be due."""
 
 
-Event = (
+EngineEvent = (
     HoldBegun
     | PrefillAdvanced
     | PrefillRolledBack
@@ -211,6 +211,10 @@ Event = (
     | BlocksReserved
     | WantDeclined
     | RequestAborted
+)
+
+Event = (
+    EngineEvent
     | MessageReceived
     | PeerConnected
     | ConnectFailed

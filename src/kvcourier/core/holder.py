@@ -77,6 +77,11 @@ class Holder:
         """Registrations for prompts not seen yet."""
         return len(self._waiting)
 
+    def is_awaited(self, request_id: RequestId) -> bool:
+        """Whether somebody has registered for this prompt."""
+        hold = self._holds.get(request_id)
+        return hold is not None and bool(hold.deliveries)
+
     def next_expiry(self) -> float | None:
         """When the next lease runs out."""
         return self._leases.next_expiry()

@@ -29,6 +29,7 @@ from kvcourier.core.commands import (
 from kvcourier.core.endpoint import Endpoint
 from kvcourier.core.events import (
     ConnectFailed,
+    EngineEvent,
     Event,
     MessageReceived,
     PeerConnected,
@@ -58,7 +59,7 @@ from kvcourier.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from kvcourier.ids import InstanceAddress, PeerRank
+from kvcourier.ids import InstanceAddress, PeerRank, RequestId
 from kvcourier.layout import PackedSide, RankCache
 from kvcourier.runtime.block_runs import hand_over
 from kvcourier.runtime.contacts import Contacts
@@ -72,7 +73,11 @@ from kvcourier.runtime.staging import StagingPair
 from kvcourier.transport.interface import Notification, Transport
 
 _log = logging.getLogger(__name__)
-_Submitted = tuple[Event, Callable[[], bool] | None]
+Ready = Callable[[], bool]
+_Submitted = tuple[EngineEvent, Ready | None]
+_POLL_READY_S = 0.0002
+"""Pause between looks at what a GPU has yet to compute: all of a prefill may pass meanwhile."""
+
 _UNKNOWN_WRITER = (Landed, Parcel)
 """Notices that only a connected peer's agent may send."""
 
@@ -125,7 +130,7 @@ class Courier:
         self._engine_token = engine_token
         self._clock = clock
         self._inbox: deque[_Submitted | threading.Event] = deque()
-        self._unready: deque[_Submitted] = deque()
+        self._unready: dict[RequestId, deque[_Submitted]] = {}
         self._events: deque[Event] = deque()
         me = sender_fields(endpoint.me)
         self._postings = Postings(
@@ -177,11 +182,11 @@ class Courier:
         """Run from now on."""
         self._thread.start()
 
-    def submit(self, event: Event, ready: Callable[[], bool] | None = None) -> None:
-        """Hand an event over, from any thread; handled soon, those of one request in order.
+    def submit(self, event: EngineEvent, ready: Ready | None = None) -> None:
+        """Hand an event over, from any thread; handled in order, soon.
 
-        With `ready` not before it returns True, as for what a GPU has yet to compute; asked on
-        the courier's thread.
+        With `ready`, it has happened only once that returns True, and is handled then; later events
+        of the same request wait behind it.
         """
         self._inbox.append((event, ready))
         self._channel.wake()
@@ -236,7 +241,13 @@ class Courier:
 
     def step(self) -> None:
         """Take everything that has come and do what follows from it; never waits."""
-        self._take_inbox()
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, threading.Event):
+                item.set()
+            else:
+                self._accept(*item)
+        self._handle_ready()
         for address, payload in self._channel.answers():
             self._on_handshake_answer(address, payload)
         for identity, payload in self._channel.messages():
@@ -256,8 +267,10 @@ class Courier:
         if self._inbox:
             return 0.0
         config = self._config
-        if self._postings.streaming or self._receiver.busy or self._unready:
+        if self._postings.streaming or self._receiver.busy:
             patience = config.poll_stream_s
+        elif self._unready:
+            patience = max(config.poll_stream_s, _POLL_READY_S)
         elif self._postings.busy or self.endpoint.awaits_notification:
             patience = config.poll_busy_s
         else:
@@ -268,30 +281,29 @@ class Courier:
                 patience = min(patience, max(0.0, deadline - self._clock()))
         return patience
 
-    def _handle_call(self, event: Event) -> None:
+    def _handle_call(self, event: EngineEvent) -> None:
         """Let the core take a call of our engine, and count the runs of blocks handed over."""
         self._handle(event)
         # Only now that the transfer is posted: nobody waits for a metric.
         if (handed_over := hand_over(event)) is not None:
             self._observer.handed_over(*handed_over)
 
-    def _take_inbox(self) -> None:
-        """Handle what is ready; what is not holds up the later events of its request."""
-        items: deque[_Submitted | threading.Event] = deque(self._unready)
-        self._unready.clear()
-        held_up: set[object] = set()
-        while items or self._inbox:
-            item = (items or self._inbox).popleft()
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            event, ready = item
-            request_id = getattr(event, "request_id", None)
-            if request_id in held_up or not (ready is None or ready()):
-                held_up.add(request_id)
-                self._unready.append(item)
-            else:
-                self._handle_call(event)
+    def _accept(self, event: EngineEvent, ready: Ready | None) -> None:
+        """Handle an engine's event now, or once it and those before it have happened."""
+        waiting = self._unready.get(event.request_id)
+        if waiting is not None:
+            waiting.append((event, ready))
+        elif ready is not None and not ready():
+            self._unready[event.request_id] = deque([(event, ready)])
+        else:
+            self._handle_call(event)
+
+    def _handle_ready(self) -> None:
+        for request_id, waiting in list(self._unready.items()):
+            while waiting and (waiting[0][1] is None or waiting[0][1]()):
+                self._handle_call(waiting.popleft()[0])
+            if not waiting:
+                del self._unready[request_id]
 
     def _handle(self, event: Event) -> None:
         """Let the core take an event, and all events its commands lead to."""
@@ -375,7 +387,7 @@ class Courier:
             _log.error("%s", error)
             return True
         if event is not None:
-            self._handle_call(event)
+            self._accept(event, None)
         return event is not None
 
     def _on_notification(self, notification: Notification) -> None:

@@ -19,9 +19,11 @@ from kvcourier.core import handshake
 from kvcourier.core.events import (
     BlockGroups,
     BlocksReserved,
-    Event,
+    EngineEvent,
     HoldBegun,
+    PrefillAdvanced,
     PrefillFinished,
+    PrefillRolledBack,
     RequestAborted,
     WantBegun,
     WantDeclined,
@@ -181,6 +183,28 @@ class KvEndpoint:
             self._computing[request_id] = (hold_id, key)
         self._submit(HoldBegun(request_id, hold_id, key))
 
+    def is_awaited(self, request_id: RequestId) -> bool:
+        """Whether somebody has registered for this prompt; see runtime.interface."""
+        return any(each.endpoint.is_awaited(request_id) for each in self._couriers.values())
+
+    def advance_prefill(
+        self,
+        request_id: RequestId,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int,
+        layers: Sequence[int] | None = None,
+        *,
+        ready: Callable[[], bool] | None = None,
+    ) -> None:
+        """Some KV of a prompt is written; see runtime.interface."""
+        groups = _groups(block_ids)
+        written = None if layers is None else tuple(layers)
+        self._submit(PrefillAdvanced(request_id, groups, num_tokens, written), ready)
+
+    def roll_back(self, request_id: RequestId) -> None:
+        """A prompt is computed anew; see runtime.interface."""
+        self._submit(PrefillRolledBack(request_id))
+
     def finish_prefill(
         self, request_id: RequestId, block_ids: Sequence[Sequence[int]], num_tokens: int
     ) -> dict[str, Any]:
@@ -233,12 +257,15 @@ class KvEndpoint:
         if self._requests.abort(request_id):
             self._submit(WantDeclined(request_id))
 
-    def abort(self, request_id: RequestId) -> None:
+    def abort(
+        self, request_id: RequestId, block_ids: Sequence[Sequence[int]] | None = None
+    ) -> None:
         """The request has ended early; see runtime.interface."""
-        if self._requests.abort(request_id):
+        if self._requests.abort(request_id, keeps_blocks=block_ids is not None):
             with self._lock:
                 self._computing.pop(request_id, None)
-            self._submit(RequestAborted(request_id))
+            groups = None if block_ids is None else _groups(block_ids)
+            self._submit(RequestAborted(request_id, groups))
 
     # Looking.
 
@@ -299,11 +326,11 @@ class KvEndpoint:
         self._couriers[rank] = courier
         return offer
 
-    def _submit(self, event: Event) -> None:
+    def _submit(self, event: EngineEvent, ready: Callable[[], bool] | None = None) -> None:
         for courier in self._couriers.values():
-            courier.submit(event)
+            courier.submit(event, ready)
 
-    def _submit_to_post(self, event: Event) -> None:
+    def _submit_to_post(self, event: EngineEvent) -> None:
         """Submit what may lead to transfers, and wait for these to be posted if that is wanted."""
         self._submit(event)
         if self._posting is Posting.INLINE:

@@ -16,9 +16,11 @@ import zmq
 from kvcourier.config import Limits
 from kvcourier.core.events import (
     BlocksReserved,
-    Event,
+    EngineEvent,
     HoldBegun,
+    PrefillAdvanced,
     PrefillFinished,
+    PrefillRolledBack,
     RequestAborted,
     WantBegun,
     WantDeclined,
@@ -44,6 +46,18 @@ class BeginHold(EngineCall, frozen=True, tag="begin_hold"):
     hold_id: str
     transfer_id: str | None
     part: int
+
+
+class AdvancePrefill(EngineCall, frozen=True, tag="advance_prefill"):
+    """P: the KV of so many tokens is written in these blocks, for these layers, or all."""
+
+    block_ids: list[list[int]]
+    num_tokens: int
+    layers: list[int] | None = None
+
+
+class RollBack(EngineCall, frozen=True, tag="roll_back"):
+    """P: the prompt is computed anew, in other blocks."""
 
 
 class FinishPrefill(EngineCall, frozen=True, tag="finish_prefill"):
@@ -72,13 +86,15 @@ class Decline(EngineCall, frozen=True, tag="decline"):
 
 
 class Abort(EngineCall, frozen=True, tag="abort"):
-    """Either side: the request has ended early. A hold's `block_ids` are the courier's until it
-    reports that nothing is in flight from them."""
+    """Either side: the request has ended early.
+
+    `block_ids`, of an unfinished prompt, are kept out of use until RELEASED.
+    """
 
     block_ids: list[list[int]] | None = None
 
 
-AnyCall = BeginHold | FinishPrefill | Expect | Receive | Decline | Abort
+AnyCall = BeginHold | AdvancePrefill | RollBack | FinishPrefill | Expect | Receive | Decline | Abort
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyCall] = msgspec.msgpack.Decoder(AnyCall)
@@ -89,7 +105,7 @@ def new_token() -> EngineToken:
     return EngineToken(secrets.token_bytes(_TOKEN_BYTES))
 
 
-def decode_call(payload: bytes, token: EngineToken | None, limits: Limits) -> Event | None:
+def decode_call(payload: bytes, token: EngineToken | None, limits: Limits) -> EngineEvent | None:
     """The core's event for a call; None if the payload is no call of our scheduler.
 
     Raises:
@@ -103,13 +119,18 @@ def decode_call(payload: bytes, token: EngineToken | None, limits: Limits) -> Ev
         raise RemoteProtocolError(f"engine call cannot be read: {error}") from None
 
 
-def event_of(call: AnyCall, limits: Limits) -> Event:
+def event_of(call: AnyCall, limits: Limits) -> EngineEvent:
     """The core's event for a call. Raises ParamsError: the params of an `Expect` are unusable."""
     request_id = RequestId(call.request_id)
     match call:
         case BeginHold():
             key = TransferKey(TransferId(call.transfer_id), call.part) if call.transfer_id else None
             return HoldBegun(request_id, HoldId(call.hold_id), key)
+        case AdvancePrefill():
+            layers = None if call.layers is None else tuple(call.layers)
+            return PrefillAdvanced(request_id, _groups(call.block_ids), call.num_tokens, layers)
+        case RollBack():
+            return PrefillRolledBack(request_id)
         case FinishPrefill():
             return PrefillFinished(request_id, _groups(call.block_ids), call.num_tokens)
         case Expect():
@@ -123,8 +144,8 @@ def event_of(call: AnyCall, limits: Limits) -> Event:
         case Decline():
             return WantDeclined(request_id)
         case Abort():
-            lent = None if call.block_ids is None else _groups(call.block_ids)
-            return RequestAborted(request_id, lent)
+            blocks = None if call.block_ids is None else _groups(call.block_ids)
+            return RequestAborted(request_id, blocks)
 
 
 class EngineLink:

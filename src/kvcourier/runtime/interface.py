@@ -3,7 +3,8 @@
 Decides the calls between an engine and the transfer machinery. Refuses to know either. The real
 one is `runtime.endpoint.KvEndpoint`.
 
-A request that P computes for somebody:  begin_hold -> finish_prefill -> SENT, RELEASED.
+A request that P computes for somebody:  begin_hold -> finish_prefill -> SENT, RELEASED. In
+between it may tell with advance_prefill how far it is, and with roll_back that it starts anew.
 A request whose KV D gets from somebody: expect -> receive -> RECEIVED, RELEASED.
 Either may be ended early with `abort`, at any time, any number of times.
 """
@@ -44,6 +45,33 @@ class Endpoint(Protocol):
     def begin_hold(self, request_id: RequestId, intent: HoldIntent) -> None:
         """P: a prompt that somebody wants was accepted; registrations for it may come now."""
 
+    def is_awaited(self, request_id: RequestId) -> bool:
+        """P: whether somebody has registered for this prompt, so that telling how far it is pays.
+
+        A glimpse: it may change at any time.
+        """
+
+    def advance_prefill(
+        self,
+        request_id: RequestId,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int,
+        layers: Sequence[int] | None = None,
+        *,
+        ready: Callable[[], bool] | None = None,
+    ) -> None:
+        """P: the KV of `num_tokens` tokens is written, from position 0, in these blocks.
+
+        For these layers (global indices), or all. `block_ids` as in `finish_prefill`, of which
+        this is the beginning; the blocks stay the engine's. They may be read from now on, until
+        `roll_back`, or RELEASED after `finish_prefill` or `abort`. With `ready`, it is written only
+        once that returns True; a courier asks it, from its own thread, until then.
+        """
+
+    def roll_back(self, request_id: RequestId) -> None:
+        """P: the prompt was preempted, or is computed anew; its blocks are not read any more for
+        anything that counts. To be called before they get other content."""
+
     def finish_prefill(
         self, request_id: RequestId, block_ids: Sequence[Sequence[int]], num_tokens: int
     ) -> dict[str, Any]:
@@ -71,8 +99,14 @@ class Endpoint(Protocol):
     def decline(self, request_id: RequestId) -> None:
         """D: nothing is needed after `expect` (full prefix hit, request refused): free P now."""
 
-    def abort(self, request_id: RequestId) -> None:
-        """Either side: the request has ended early. Only RELEASED may follow; unknown is fine."""
+    def abort(
+        self, request_id: RequestId, block_ids: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """Either side: the request has ended early. Only RELEASED may follow; unknown is fine.
+
+        P, after `advance_prefill`: `block_ids` are the prompt's, which the engine keeps out of use
+        until RELEASED, which then always comes if the request was known.
+        """
 
     def poll(self) -> list[Report]:
         """Take all reports so far, in order; never blocks."""

@@ -73,13 +73,17 @@ class RequestTable:
                 raise LocalProtocolError(f"request {request_id} has no blocks to hand over now")
             tracked.handed_over = True
 
-    def abort(self, request_id: RequestId) -> bool:
-        """The engine wants no outcome any more; False if the request is unknown."""
+    def abort(self, request_id: RequestId, *, keeps_blocks: bool = False) -> bool:
+        """The engine wants no outcome any more; False if the request is unknown.
+
+        `keeps_blocks`: it hands over those of an unfinished prompt and waits for RELEASED.
+        """
         with self._lock:
             tracked = self._requests.get(request_id)
             if tracked is None:
                 return False
             tracked.aborted = True
+            tracked.handed_over |= keeps_blocks
             if not tracked.handed_over:
                 self._forget(request_id, tracked)
             return True
