@@ -73,7 +73,7 @@ class ConnectorSettings:
     tp_size: int
     recompute_threshold: int
     may_receive: bool
-    granularity: Granularity = Granularity.LAYER
+    granularity: Granularity = Granularity.CHUNK
     log_stories: bool = False
 
 
@@ -133,7 +133,7 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
         tp_size=parallel.tensor_parallel_size,
         recompute_threshold=int(_number(extra, "kv_recompute_threshold", 0)),
         may_receive=bool(transfer.is_kv_consumer),
-        granularity=_choice(extra, "granularity", Granularity.LAYER),
+        granularity=_choice(extra, "granularity", Granularity.CHUNK),
         log_stories=extra.get("log_stories") is True,
     )
 
