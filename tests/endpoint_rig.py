@@ -13,6 +13,7 @@ from kvcourier.config import (
     EndpointConfig,
     Limits,
     PathPolicy,
+    Posting,
     StagingConfig,
     Timing,
     TransferMode,
@@ -48,6 +49,7 @@ class Rig:
         model_name: str = "test-model",
         port: int = 0,
         staging: StagingConfig = DIRECT,
+        posting: Posting = Posting.THREAD,
         rank_caches: Mapping[Rank, tuple[RankCache, list[Buffer]]] | None = None,
         **model: object,
     ) -> None:
@@ -69,6 +71,7 @@ class Rig:
             ),
             [cache for cache, _ in self.rank_caches.values()],
             transport_factory,
+            posting=posting,
         )
         self._news = threading.Condition()
         self.reports: list[Report] = []

@@ -138,7 +138,7 @@ class ServerPair:
         flags = [
             *("--model", str(self._spec.model_folder), "--served-model-name", MODEL_NAME),
             *("--host", HOST, "--port", str(server.port)),
-            *("--load-format", "dummy", "--dtype", "bfloat16", "--enforce-eager"),
+            *("--load-format", "dummy", "--dtype", "bfloat16"),
             *("--no-enable-prefix-caching", "--max-model-len", length),
             # A whole prompt in one step, on every connector.
             *("--max-num-batched-tokens", length),

@@ -44,6 +44,20 @@ CONNECTORS = {
     "single": ("nixl-pull", Way.SINGLE),
 }
 
+EAGER = ("--enforce-eager",)
+# Decode steps as one graph each; nothing is compiled, so a start takes seconds longer and not
+# minutes.
+DECODE_GRAPHS = (
+    "--compilation-config",
+    json.dumps(
+        {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32],
+        }
+    ),
+)
+
 T = TypeVar("T")
 
 
@@ -66,6 +80,7 @@ class Settings:
     work_folder: Path
     kvcourier_extra: dict[str, Any]
     server_flags: tuple[str, ...]
+    decode_eager: bool
     server_command: tuple[str, ...] | None
     ports: tuple[int, int]
     side_channel_ports: tuple[int, int]
@@ -88,6 +103,8 @@ def make_header(settings: Settings) -> dict[str, Any]:
         "output_tokens": settings.output_tokens,
         "kvcourier_extra_config": settings.kvcourier_extra,
         "server_flags": list(settings.server_flags),
+        "prefill_flags": list(EAGER),
+        "decode_flags": list(EAGER if settings.decode_eager else DECODE_GRAPHS),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["vllm_pairs.py", *sys.argv[1:]]),
     }
@@ -115,6 +132,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
     add("--work-folder", type=Path, default=Path("/tmp/kvcourier-vllm-pairs"), help="models, logs")
     add("--kvcourier-extra", default="{}", metavar="JSON", help="kv_connector_extra_config")
     add("--server-flags", default="", help="further flags of both servers, as one text")
+    add("--decode-eager", action="store_true", help="no CUDA graphs on the decode server")
     add("--server-command", default=None, help="instead of python -m vllm...api_server")
     add("--ports", default="8100,8200", help="HTTP: prefill, decode")
     add("--side-channel-ports", default="5600,5700", help="prefill, decode")
@@ -145,6 +163,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
             work_folder=given.work_folder,
             kvcourier_extra=extra,
             server_flags=tuple(shlex.split(given.server_flags)),
+            decode_eager=given.decode_eager,
             server_command=tuple(command) if command else None,
             ports=_two("--ports", given.ports, int),
             side_channel_ports=_two("--side-channel-ports", given.side_channel_ports, int),

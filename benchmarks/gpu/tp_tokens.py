@@ -123,7 +123,8 @@ def make_spec(name: str, folder: Path, logs: Path) -> PairSpec:
         log_name=f"tp-{name}",
         start_timeout_s=240.0,
         flags=(
-            *("--load-format", "auto", "--dtype", model.dtype, "--gpu-memory-utilization", "0.35"),
+            *("--load-format", "auto", "--dtype", model.dtype, "--enforce-eager"),
+            *("--gpu-memory-utilization", "0.35"),
             # Prompts of the longest length go over in several chunks.
             *("--max-num-batched-tokens", "2048"),
             *model.flags,

@@ -27,7 +27,15 @@ from pair_servers import (
     ServerPair,
     ServerSpec,
 )
-from pair_settings import CONNECTORS, SERVERS, Settings, make_header, parse_arguments
+from pair_settings import (
+    CONNECTORS,
+    DECODE_GRAPHS,
+    EAGER,
+    SERVERS,
+    Settings,
+    make_header,
+    parse_arguments,
+)
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_CELLS_LEFT = 0, 1, 2, 3
 
@@ -174,14 +182,15 @@ class Benchmark:
                 config["kv_connector_extra_config"] = settings.kvcourier_extra
         longest = max(cell.input_tokens for cell in settings.cells) + settings.output_tokens
         specs = [
-            ServerSpec(name, engine_id, gpu, port, side_channel_port, config)
-            for name, engine_id, gpu, port, side_channel_port, config in zip(
+            ServerSpec(name, engine_id, gpu, port, side_channel_port, config, flags)
+            for name, engine_id, gpu, port, side_channel_port, config, flags in zip(
                 ("prefill", "decode"),
                 (PREFILL_ENGINE_ID, DECODE_ENGINE_ID),
                 settings.gpus,
                 settings.ports,
                 settings.side_channel_ports,
                 configs,
+                (EAGER, EAGER if settings.decode_eager else DECODE_GRAPHS),
                 strict=True,
             )
         ]

@@ -108,12 +108,30 @@ class TransferPath(enum.StrEnum):
     PACKED = "packed"
 
 
+class Granularity(enum.StrEnum):
+    """In which parts a prompt's KV is written while it is computed, if D has registered by then.
+
+    All at the end, after each chunk, or in the last chunk also after each layer.
+    """
+
+    REQUEST = "request"
+    CHUNK = "chunk"
+    LAYER = "layer"
+
+
 class PathPolicy(enum.StrEnum):
     """Which path a WRITE takes: one of the two, or whichever should be faster."""
 
     AUTO = "auto"
     DIRECT = "direct"
     PACKED = "packed"
+
+
+class Posting(enum.StrEnum):
+    """Whether an engine's step goes on while a courier posts its transfers, or waits for it."""
+
+    THREAD = "thread"
+    INLINE = "inline"
 
 
 MIB = 1 << 20

@@ -1,14 +1,15 @@
 """Random lives of the packed path: nodes that send to and receive from each other.
 
-Messages come late, twice, in another order or never; writes fail with or without their notice;
-requests are abandoned and forgotten, nodes restart, time passes. At the end of each run the faults
-stop: then every stream must end and every slot be free.
+Messages come late, twice, in another order or never, some of them only after all is over; peers
+name wrong slots; writes fail with or without their notice; requests are abandoned and forgotten,
+nodes restart, time passes. At the end of each run the faults stop: then every stream must end and
+every slot be free.
 """
 
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import hypothesis.strategies as st
 import pytest
@@ -47,6 +48,7 @@ class Item:
 
     arrive: Callable[[], None]
     since: float
+    stream: int
     message: bool = False
     fail: Callable[[bool], None] | None = None
 
@@ -69,10 +71,13 @@ class World:
     def __init__(self, sizes):
         self.now = 0.0
         self.items: list[Item] = []
+        self.kept: list[Item] = []  # doubles that come when the stream may be long over
         self.nodes: list[Node] = []
         self.streams = {}  # stream -> (node, peer, num_parcels, opened)
         self.ended = {}
         self.scattered = Counter()
+        self.granted = {}  # (stream, parcel) -> the slot its receiver has named
+        self.told = {}  # the same, of grants that have reached the sender
         self.landed = set()
         self.flying = {}  # (node, ring slot) -> the parcel that may still land there
         self.forgotten = set()
@@ -94,6 +99,7 @@ class World:
         stream = len(self.streams)
         self.streams[stream] = (node, peer, num_parcels, self.now)
         self.run(node, node.sender.open(stream, peer.name, num_parcels, peer.ring_slots, self.now))
+        return stream
 
     def owner(self, stream):
         return RequestId(f"r{stream}")
@@ -114,20 +120,20 @@ class World:
         for action in actions:
             getattr(self, f"do_{type(action).__name__}")(node, action)
 
-    def send(self, node, peer_name, handle):
+    def send(self, node, peer_name, stream, handle):
         def arrive():
             peer = self.find(peer_name)
             if peer is not None and node.alive:
                 self.run(peer, handle(peer))
 
-        self.items.append(Item(arrive, self.now, message=True))
+        self.items.append(Item(arrive, self.now, stream, message=True))
 
-    def work(self, node, done):
+    def work(self, node, stream, done):
         def arrive():
             if node.alive:
                 done()
 
-        item = Item(arrive, self.now)
+        item = Item(arrive, self.now, stream)
         self.items.append(item)
         return item
 
@@ -141,12 +147,13 @@ class World:
                 return []
             return peer.receiver.on_open(node.name, action.stream, owner, num_parcels, self.now)
 
-        self.send(node, action.peer, handle)
+        self.send(node, action.peer, action.stream, handle)
 
     def do_SendClose(self, node, action: SendClose):
         self.send(
             node,
             action.peer,
+            action.stream,
             lambda peer: peer.receiver.on_close(
                 node.name, action.stream, action.unused_slots, self.now
             ),
@@ -155,6 +162,7 @@ class World:
     def do_Gather(self, node, action: Gather):
         self.work(
             node,
+            action.stream,
             lambda: self.run(node, node.sender.on_gathered(action.stream, action.parcel)),
         )
 
@@ -177,6 +185,7 @@ class World:
                 self.send(
                     node,
                     peer.name,
+                    stream,
                     lambda there: there.receiver.on_parcel(
                         node.name, stream, parcel, action.peer_slot, self.now
                     ),
@@ -190,7 +199,7 @@ class World:
             # The bytes are there before the sender knows.
             land()
             ended = lambda: self.run(node, node.sender.on_written(stream, parcel))  # noqa: E731
-            self.work(node, ended if peer.alive else failed)
+            self.work(node, stream, ended if peer.alive else failed)
 
         def fail(notice):
             if notice:
@@ -198,9 +207,9 @@ class World:
             else:
                 self.flying.pop(place, None)
                 peer.ring[action.peer_slot] = "rubbish"
-            self.work(node, failed)
+            self.work(node, stream, failed)
 
-        self.work(node, arrive).fail = fail
+        self.work(node, stream, arrive).fail = fail
 
     def do_StreamEnded(self, node, action: StreamEnded):
         stream = action.stream
@@ -212,18 +221,22 @@ class World:
     # The receiver's actions.
 
     def do_SendGrant(self, node, action: SendGrant):
-        self.send(
-            node,
-            action.peer,
-            lambda peer: peer.sender.on_granted(
-                node.name, action.stream, action.first_parcel, action.slots, self.now
-            ),
-        )
+        stream, slots = action.stream, action.slots
+        assert stream not in self.landed, f"{stream} has landed and is granted {slots}"
+        grants = {(stream, at): slot for at, slot in enumerate(slots, action.first_parcel)}
+        self.granted |= grants
+
+        def handle(peer):
+            self.told |= grants
+            return peer.sender.on_granted(node.name, stream, action.first_parcel, slots, self.now)
+
+        self.send(node, action.peer, stream, handle)
 
     def do_SendRefusal(self, node, action: SendRefusal):
         self.send(
             node,
             action.peer,
+            action.stream,
             lambda peer: peer.sender.on_refused(node.name, action.stream, action.reason),
         )
 
@@ -242,7 +255,7 @@ class World:
                 node.receiver.on_scattered(action.peer, action.stream, action.parcel, self.now),
             )
 
-        self.work(node, done)
+        self.work(node, action.stream, done)
 
     def do_StreamLanded(self, node, action: StreamLanded):
         assert action.stream not in self.landed, "landed twice"
@@ -257,9 +270,22 @@ class World:
         self.items.remove(item)
         item.arrive()
 
-    def deliver_all(self):
-        while self.items:
-            self.deliver(self.items[0])
+    def deliver_all(self, wanted=lambda item: True):
+        while (item := next(filter(wanted, self.items), None)) is not None:
+            self.deliver(item)
+
+    def lie_of_a_parcel(self, stream, parcel, slot):
+        """The notice of a write that was never granted."""
+        node, peer, _, _ = self.streams[stream]
+        if peer.alive and self.granted[stream, parcel] != slot:
+            actions = peer.receiver.on_parcel(node.name, stream, parcel, slot, self.now)
+            assert not actions, f"parcel {parcel} of {stream} was believed in slot {slot}"
+
+    def lie_of_a_grant(self, stream, parcel, slot):
+        """Another slot for a parcel that has one."""
+        node, peer, _, _ = self.streams[stream]
+        if node.alive and peer.alive:
+            self.run(node, node.sender.on_granted(peer.name, stream, parcel, (slot,), self.now))
 
     def advance(self, seconds):
         self.now += seconds
@@ -291,6 +317,8 @@ class World:
         """No more faults: everything arrives, and time passes."""
         for _ in range(200):
             self.deliver_all()
+            self.items, self.kept = self.kept, []
+            self.deliver_all()
             ends = [
                 end
                 for node in self.nodes
@@ -308,10 +336,14 @@ class World:
             assert stream in self.ended or not node.alive, f"{stream} never ended"
 
 
+# Rings of one slot are where one stream meets what another has left behind.
+SIZES = st.lists(
+    st.tuples(st.integers(1, 3), st.sampled_from([1, 1, 1, 2, 3, 4])), min_size=3, max_size=3
+)
+
+
 class PackingMachine(RuleBasedStateMachine):
-    @initialize(
-        sizes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=3, max_size=3)
-    )
+    @initialize(sizes=SIZES)
     def begin(self, sizes):
         self.world = World(sizes)
 
@@ -338,9 +370,47 @@ class PackingMachine(RuleBasedStateMachine):
         messages = [each for each in self.world.items if each.message]
         item = messages[index % len(messages)]
         if twice:
-            self.world.items.append(Item(item.arrive, item.since, message=True))
+            self.world.items.append(replace(item))
         else:
             self.world.items.remove(item)
+
+    @precondition(lambda self: any(each.message for each in self.world.items))
+    @rule(index=st.integers(0, 200))
+    def keep_double(self, index):
+        messages = [each for each in self.world.items if each.message]
+        self.world.kept.append(replace(messages[index % len(messages)]))
+
+    @precondition(lambda self: self.world.kept)
+    @rule(index=st.integers(0, 200))
+    def deliver_kept(self, index):
+        self.world.kept.pop(index % len(self.world.kept)).arrive()
+
+    @precondition(lambda self: self.world.granted)
+    @rule(index=st.integers(0, 200), slot=st.integers(0, 3))
+    def lie_of_a_parcel(self, index, slot):
+        known = list(self.world.granted)
+        self.world.lie_of_a_parcel(*known[index % len(known)], slot)
+
+    @precondition(lambda self: self.world.told)
+    @rule(index=st.integers(0, 200), slot=st.integers(0, 3))
+    def lie_of_a_grant(self, index, slot):
+        known = list(self.world.told)
+        self.world.lie_of_a_grant(*known[index % len(known)], slot)
+
+    @precondition(lambda self: self.world.flying)
+    @rule(index=st.integers(0, 200), source=st.integers(0, 1), num_parcels=st.integers(1, 2))
+    def forget_what_is_being_written(self, index, source, num_parcels):
+        """Another stream wants the slot at once, and is as fast as can be."""
+        world = self.world
+        writes = list(world.flying.items())
+        (peer_name, _), (_, stream, _) = writes[index % len(writes)]
+        peer = world.find(peer_name)
+        if peer is None:
+            return
+        world.forget(stream)
+        others = [node for node in world.nodes if node is not peer]
+        fresh = world.open(others[source], peer, num_parcels)
+        world.deliver_all(lambda item: item.stream == fresh)
 
     @precondition(lambda self: any(each.fail for each in self.world.items))
     @rule(index=st.integers(0, 200), notice=st.booleans())
@@ -389,7 +459,7 @@ TestPackingMachine.settings = settings(
 
 
 @given(
-    sizes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=3, max_size=3),
+    sizes=SIZES,
     streams=st.lists(
         st.tuples(st.integers(0, 2), st.integers(1, 2), st.integers(1, 9)), min_size=1, max_size=4
     ),

@@ -3,7 +3,7 @@
 import functools
 import queue
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,13 +89,21 @@ def submit(
     prompt: Sequence[int],
     *,
     intent: Intent | None = None,
+    on_event: Callable[[TokenEvent], None] | None = None,
     **sampling: Any,
 ) -> Listener:
+    """Ask for an answer; `on_event` hears of each event before the listener."""
     listener = Listener()
+
+    def tell(event: TokenEvent) -> None:
+        if on_event is not None:
+            on_event(event)
+        listener(event)
+
     sampling = {"max_tokens": 8, "ignore_eos": True} | sampling
     engine.submit(
         GenerationRequest(
-            RequestId(request_id), tuple(prompt), SamplingParams(**sampling), listener, intent
+            RequestId(request_id), tuple(prompt), SamplingParams(**sampling), tell, intent
         )
     )
     return listener

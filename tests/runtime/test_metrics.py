@@ -11,7 +11,7 @@ from endpoint_rig import Rig
 from kvcourier.core.workspace import Counted
 from kvcourier.engine.server.metrics import ENGINE_METRICS, PREFIX, ServerMetrics
 from kvcourier.router.metrics import RouterMetrics
-from kvcourier.runtime.metrics import CoreCollector, CourierMetrics, Snapshot, text
+from kvcourier.runtime.metrics import RUN_LENGTH, CoreCollector, CourierMetrics, Snapshot, text
 from kvcourier.runtime.reports import Outcome
 from kvcourier.transport.memory import MemoryNetwork, MemoryTransport
 
@@ -86,6 +86,7 @@ def in_the_code(rig: Rig) -> set[Described]:
     (_, gauges), *_ = rig.endpoint.snapshots().values()
     return {
         *of_instruments(couriers),
+        Described(RUN_LENGTH, "histogram", ("side",)),
         *(Described(f"kvcourier_{name}_total", "counter", ("rank",)) for name in Counted),
         *(Described(f"kvcourier_{name}", "gauge", ("rank",)) for name in gauges),
         *of_instruments(server),
@@ -125,6 +126,12 @@ def test_a_transfer_shows_up_in_the_text(rigs):
             assert registry.get_sample_value("kvcourier_outcomes_total", {"outcome": told}) == 1
         for rank in ("pp0tp0", "pp0tp1"):
             assert registry.get_sample_value("kvcourier_holds", {"rank": rank}) == 0
+    for rig, side, runs in ((prefill, "hold", 3), (decode, "want", 3)):
+        counted = {
+            what: rig.endpoint.registry.get_sample_value(f"{RUN_LENGTH}_{what}", {"side": side})
+            for what in ("count", "sum")
+        }
+        assert counted == {"count": 2 * runs, "sum": 2 * 3}, "3 blocks on each of two ranks"
     registry, reads = decode.endpoint.registry, {"operation": "READ"}
     for name in ("post_seconds", "transfer_seconds", "transfer_bytes", "transfer_pieces"):
         assert registry.get_sample_value(f"kvcourier_{name}_count", reads) == 2, "one a rank"

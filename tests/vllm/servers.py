@@ -3,11 +3,12 @@
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import httpx
@@ -35,10 +36,23 @@ needs_vllm = [
 
 
 class Vllm:
-    """One `vllm serve`, in a process group of its own."""
+    """One `vllm serve`, in a process group of its own.
+
+    Args:
+        arguments: further flags; the last of a kind wins.
+        policy: its `kv_load_failure_policy`.
+        extra: its `kv_connector_extra_config`.
+    """
 
     def __init__(
-        self, engine_id: str, role: str, model: Path, folder: Path, *arguments: str
+        self,
+        engine_id: str,
+        role: str,
+        model: Path,
+        folder: Path,
+        *arguments: str,
+        policy: str = "fail",
+        extra: Mapping[str, object] | None = None,
     ) -> None:
         self.engine_id = engine_id
         self.port, self.kv_port = free_port(), free_port()
@@ -49,10 +63,17 @@ class Vllm:
             "kv_connector_module_path": "kvcourier.vllm_connector",
             "kv_role": role,
             "engine_id": engine_id,
-            "kv_load_failure_policy": "fail",
-            "kv_connector_extra_config": {"num_threads": 0},
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": {"num_threads": 0, **(extra or {})},
         }
-        settings = {
+        self._command = (
+            *(VENV / "bin/vllm", "serve", model, "--served-model-name", "tiny"),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16"),
+            *("--enforce-eager", "--max-model-len", "1024"),
+            *("--kv-transfer-config", json.dumps(transfer)),
+            *arguments,
+        )
+        self._environment = os.environ | {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.kv_port),
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -61,16 +82,14 @@ class Vllm:
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        with self.log.open("w") as log:
+        self.start()
+
+    def start(self) -> None:
+        """Begin, or begin again: at the same ports, with a log that goes on."""
+        with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                [
-                    *(VENV / "bin/vllm", "serve", model, "--served-model-name", "tiny"),
-                    *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16"),
-                    *("--enforce-eager", "--max-model-len", "1024"),
-                    *("--kv-transfer-config", json.dumps(transfer)),
-                    *arguments,
-                ],
-                env=os.environ | settings,
+                self._command,
+                env=self._environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -88,12 +107,16 @@ class Vllm:
         wait_until(healthy, START_S)
 
     def stop(self) -> None:
-        """End the whole group."""
+        """End the whole group, the server in order."""
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(30)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the whole group as a machine that dies does."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, 9)
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
 
     def metric(self, name: str) -> float:
@@ -134,10 +157,11 @@ def routers(pair: tuple[Vllm, Vllm]) -> dict[str, object]:
     }
 
 
-def tokens(url: str, prompt: list[int], headers: dict[str, str] | None = None) -> list[int]:
-    answer = httpx.post(
-        f"{url}/v1/completions", json=request_body(prompt), headers=headers, timeout=ANSWER_S
-    )
+def tokens(
+    url: str, prompt: list[int], headers: dict[str, str] | None = None, num_tokens: int = 8
+) -> list[int]:
+    body = request_body(prompt) | {"max_tokens": num_tokens}
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=ANSWER_S)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["token_ids"]
 
@@ -179,7 +203,7 @@ def wait_until(condition: Callable[[], bool], limit_s: float) -> None:
     pause = threading.Event()
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"
-        pause.wait(0.5)
+        pause.wait(0.1)
 
 
 def free_port() -> int:

@@ -9,11 +9,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from kvcourier.engine.random_model import byte_tokenizer
-
+from .models import write_qwen3
 from .servers import (
     ANSWER_S,
     Vllm,
@@ -34,22 +31,7 @@ pytestmark = needs_vllm
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Vllm, Vllm]]:
     folder = tmp_path_factory.mktemp("vllm")
-    model = folder / "model"
-    tokenizer = byte_tokenizer()
-    tokenizer.save_pretrained(model)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-    )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(model)
+    model = write_qwen3(folder / "model")
     servers = (
         Vllm("p", "kv_producer", model, folder),
         Vllm("d", "kv_consumer", model, folder),

@@ -1,5 +1,6 @@
 """vLLM's scheduler hooks, and the calls that reach a courier's socket."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import zmq
 
-from kvcourier.config import EndpointConfig, Limits
+from kvcourier.config import EndpointConfig, Granularity, Limits
 from kvcourier.core.events import (
     BlocksReserved,
     HoldBegun,
@@ -128,13 +129,20 @@ def test_a_held_prompt_is_handed_over_with_params_that_a_decode_instance_reads(s
     assert intent.incarnation == "life"
 
 
+@pytest.mark.parametrize("granularity", Granularity)
 @pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR"])
-def test_a_held_prompt_that_ends_badly_is_given_up_at_once(side, rank, status) -> None:
-    request = Request("r1", {"do_remote_decode": True})
-    side.on_new_request(request)
-    rank.next()
-    assert finish(side, request, status, [1, 2, 3]) == (False, None)
-    assert rank.next() == RequestAborted("r1")
+def test_a_held_prompt_that_ends_badly_is_given_up_at_once(rank, status, granularity) -> None:
+    """Where chunks of it may be on their way, its blocks stay out of use until they are sent."""
+    with contextlib.closing(make_side(rank, granularity=granularity)) as side:
+        request = Request("r1", {"do_remote_decode": True})
+        side.on_new_request(request)
+        rank.next()
+        lent = granularity is not Granularity.REQUEST
+        assert finish(side, request, status, [1, 2, 3]) == (lent, None)
+        assert rank.next() == RequestAborted("r1", ((1, 2, 3),) if lent else None)
+        sent = {"r1"}
+        side.on_results(None, sent)
+        assert sent == ({"r1"} if lent else set())
 
 
 def test_a_prompt_preempted_in_its_last_step_hands_no_empty_blocks_over(side, rank) -> None:

@@ -17,6 +17,7 @@ from kvcourier.config import (
     CourierConfig,
     EndpointConfig,
     PathPolicy,
+    Posting,
     StagingConfig,
     Timing,
     TransferMode,
@@ -69,6 +70,8 @@ class InstanceSettings:
     push_registration_timeout: float
     kv_load_failure_policy: LoadFailurePolicy
     kv_recompute_threshold: int
+    posting: Posting
+    fragment: float
 
     @property
     def api_name(self) -> str:
@@ -99,7 +102,7 @@ def run_instance(settings: InstanceSettings) -> None:
         registry = CollectorRegistry()
         endpoint = None
         if settings.kv_modes:
-            endpoint = make_endpoint(endpoint_config, cache, registry)
+            endpoint = make_endpoint(endpoint_config, cache, registry, settings.posting)
         # The engine starts and closes the endpoint: blocks in flight outlive requests.
         engine = stack.enter_context(
             contextlib.closing(Engine(model, engine_config, endpoint, cache=cache))
@@ -174,14 +177,24 @@ def make_engine_config(settings: InstanceSettings) -> "EngineConfig":
         kv_recompute_threshold=settings.kv_recompute_threshold,
         granularity=settings.granularity.value,
         num_cpu_threads=settings.cpu_threads,
+        fragment=settings.fragment,
     )
 
 
 def make_endpoint(
-    config: EndpointConfig, cache: "KVCache", registry: CollectorRegistry
+    config: EndpointConfig,
+    cache: "KVCache",
+    registry: CollectorRegistry,
+    posting: Posting = Posting.THREAD,
 ) -> "KvEndpoint":
     """What moves the cache's KV over NIXL, not started; its metrics go into `registry`."""
     from kvcourier.runtime.endpoint import KvEndpoint
     from kvcourier.transport.nixl import nixl_factory
 
-    return KvEndpoint(config, cache.rank_caches(), nixl_factory(config.courier), registry=registry)
+    return KvEndpoint(
+        config,
+        cache.rank_caches(),
+        nixl_factory(config.courier),
+        registry=registry,
+        posting=posting,
+    )

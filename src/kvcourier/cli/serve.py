@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from kvcourier.cli.config_file import ConfigFile
-from kvcourier.config import MIB, CourierConfig, PathPolicy, Timing, TransferMode
+from kvcourier.config import MIB, CourierConfig, PathPolicy, Posting, Timing, TransferMode
 from kvcourier.errors import ConfigError
 from kvcourier.layout.geometry import CacheLayout
 
@@ -179,6 +179,22 @@ def serve(
         int,
         typer.Option(min=0, help="Missing prompt tokens that are computed rather than fetched."),
     ] = 1,
+    posting: Annotated[
+        Posting,
+        typer.Option(
+            help="Whether the engine's step goes on while a courier posts, or waits for it, as "
+            "vLLM's default connector does; to measure what that costs."
+        ),
+    ] = Posting.THREAD,
+    fragment: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Part of each prompt's blocks that is handed out in shuffled order; to measure "
+            "transfers of scattered caches.",
+        ),
+    ] = 0.0,
     config: ConfigFile = None,
 ) -> None:
     """Serve one model through the OpenAI API, as a prefill or a decode instance or both.
@@ -241,6 +257,8 @@ def serve(
             push_registration_timeout=push_registration_timeout,
             kv_load_failure_policy=kv_load_failure_policy,
             kv_recompute_threshold=kv_recompute_threshold,
+            posting=posting,
+            fragment=fragment,
         )
     )
 

@@ -1,7 +1,8 @@
 """Who owns which block of the KV cache, and which blocks hold a known prefix.
 
 Decides allocation, sharing by reference count and eviction, least recently used first. Refuses to
-know requests, tensors and threads.
+know requests, tensors and threads. Which of the blocks that hold nothing are handed out is for
+`free_runs` to say.
 
 A block is *owned* (reference count above 0) or *free*. Either may be *published*: its KV is really
 there and belongs to a known chain of tokens, so that others may share it. A free published block
@@ -9,11 +10,13 @@ stays findable until it is allocated for something else.
 """
 
 import hashlib
+import random
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NewType
 
+from kvcourier.engine.free_runs import FreeRuns
 from kvcourier.ids import BlockId
 
 BlockKey = NewType("BlockKey", bytes)
@@ -35,20 +38,26 @@ def extend_keys(keys: list[BlockKey], tokens: Sequence[int], block_size: int) ->
 class BlockPool:
     """All blocks of one engine. Every call is all or nothing."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, fragment: float = 0.0) -> None:
+        """`fragment` is the part, 0 to 1, of each allocation whose order is shuffled.
+
+        It makes on purpose the scattered caches that a busy server has by itself. The order is the
+        same in every run.
+        """
         self.num_blocks = num_blocks
+        self._fragment = fragment
+        self._random = random.Random(num_blocks)
         self._references = [0] * num_blocks
-        # Next to be allocated first: unpublished ones, then published ones by last use.
-        self._free: OrderedDict[BlockId, None] = OrderedDict.fromkeys(
-            map(BlockId, range(num_blocks))
-        )
+        # A free block is in one of the two. Published ones are evicted only for want of others.
+        self._blank = FreeRuns(num_blocks)
+        self._cached: OrderedDict[BlockId, None] = OrderedDict()
         self._block_of: dict[BlockKey, BlockId] = {}
         self._key_of: dict[BlockId, BlockKey] = {}
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` could give out, published ones included."""
-        return len(self._free)
+        return len(self._blank) + len(self._cached)
 
     def match(self, keys: Iterable[BlockKey]) -> list[BlockId]:
         """Published blocks for the longest prefix of `keys`; they are not owned by this."""
@@ -66,29 +75,33 @@ class BlockPool:
         Give every block back with `release`, once per call that returned it.
         """
         num_revived = sum(self._references[block] == 0 for block in shared)
-        if num_revived + num_new > len(self._free):
+        if num_revived + num_new > self.num_free:
             return None
         for block in shared:
             if self._references[block] == 0:
-                del self._free[block]
+                del self._cached[block]
             self._references[block] += 1
-        fresh: list[BlockId] = []
-        for _ in range(num_new):
-            block, _ = self._free.popitem(last=False)
-            self._forget(block)
+        self._evict(num_new - len(self._blank))
+        fresh = self._blank.take(num_new)
+        if self._fragment:
+            self._scatter(fresh)
+        for block in fresh:
             self._references[block] = 1
-            fresh.append(block)
         return [*shared, *fresh]
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """End one ownership of each block. The end of a sequence is evicted before its start."""
+        blank: list[BlockId] = []
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} is not owned"
             self._references[block] -= 1
-            if self._references[block] == 0:
-                self._free[block] = None
-                if block not in self._key_of:
-                    self._free.move_to_end(block, last=False)
+            if self._references[block] > 0:
+                continue
+            if block in self._key_of:
+                self._cached[block] = None
+            else:
+                blank.append(block)
+        self._blank.add(blank)
 
     def publish(self, block: BlockId, key: BlockKey) -> None:
         """Let others find an owned block whose KV is complete.
@@ -100,7 +113,21 @@ class BlockPool:
             self._block_of[key] = block
             self._key_of[block] = key
 
-    def _forget(self, block: BlockId) -> None:
-        key = self._key_of.pop(block, None)
-        if key is not None:
-            del self._block_of[key]
+    def _evict(self, count: int) -> None:
+        """Turn the `count` published blocks that were used least recently into blank ones.
+
+        Not one more, and in this order: longer runs among the oldest few were to be had, but at the
+        price of several per cent of the prefix hits.
+        """
+        evicted: list[BlockId] = []
+        for _ in range(count):
+            block, _ = self._cached.popitem(last=False)
+            del self._block_of[self._key_of.pop(block)]
+            evicted.append(block)
+        self._blank.add(evicted)
+
+    def _scatter(self, blocks: list[BlockId]) -> None:
+        """Exchange a part of the blocks among each other."""
+        places = self._random.sample(range(len(blocks)), round(self._fragment * len(blocks)))
+        for place, block in zip(sorted(places), [blocks[at] for at in places], strict=True):
+            blocks[place] = block

@@ -45,6 +45,8 @@ class EngineConfig:
         granularity: what is sent at once to an instance that has registered early: the whole
             `request`, each `chunk` when it is computed, or each `layer` of the last chunk as well.
         num_cpu_threads: threads of one step; 0 leaves torch's choice.
+        fragment: part of each prompt's blocks, 0 to 1, that is handed out in shuffled order
+            instead of in long runs; to measure transfers of scattered caches.
     """
 
     model: str = DEFAULT_MODEL
@@ -64,6 +66,7 @@ class EngineConfig:
     kv_recompute_threshold: int = 1
     granularity: str = "layer"
     num_cpu_threads: int = 0
+    fragment: float = 0.0
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -83,6 +86,8 @@ class EngineConfig:
                 )
         if not 0 < self.kv_cache_gb < float("inf"):
             raise ConfigError(f"kv_cache_gb: expected a number above 0, found {self.kv_cache_gb!r}")
+        if not 0 <= self.fragment <= 1:
+            raise ConfigError(f"fragment: expected 0 to 1, found {self.fragment!r}")
 
     def model_len(self, model: LoadedModel) -> int:
         """Tokens of prompt and answer together. Raises ConfigError above the model's limit."""

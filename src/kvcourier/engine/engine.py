@@ -107,7 +107,7 @@ class Engine:
         self._config = config
         self._endpoint = endpoint
         self._runner = ModelRunner(model, self.cache)
-        self._pool = BlockPool(self.cache.num_blocks)
+        self._pool = BlockPool(self.cache.num_blocks, config.fragment)
         self._scheduler = Scheduler(
             self._pool,
             block_size=config.block_size,

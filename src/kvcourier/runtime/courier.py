@@ -61,6 +61,7 @@ from kvcourier.errors import (
 )
 from kvcourier.ids import InstanceAddress, PeerRank, RequestId
 from kvcourier.layout import PackedSide, RankCache
+from kvcourier.runtime.block_runs import hand_over
 from kvcourier.runtime.contacts import Contacts
 from kvcourier.runtime.engine_link import EngineToken, decode_call
 from kvcourier.runtime.metrics import CourierObserver
@@ -74,6 +75,9 @@ from kvcourier.transport.interface import Notification, Transport
 _log = logging.getLogger(__name__)
 Ready = Callable[[], bool]
 _Submitted = tuple[EngineEvent, Ready | None]
+_POLL_READY_S = 0.0002
+"""Pause between looks at what a GPU has yet to compute: all of a prefill may pass meanwhile."""
+
 _UNKNOWN_WRITER = (Landed, Parcel)
 """Notices that only a connected peer's agent may send."""
 
@@ -125,7 +129,7 @@ class Courier:
         self._on_death = on_death
         self._engine_token = engine_token
         self._clock = clock
-        self._inbox: deque[_Submitted] = deque()
+        self._inbox: deque[_Submitted | threading.Event] = deque()
         self._unready: dict[RequestId, deque[_Submitted]] = {}
         self._events: deque[Event] = deque()
         me = sender_fields(endpoint.me)
@@ -187,6 +191,19 @@ class Courier:
         self._inbox.append((event, ready))
         self._channel.wake()
 
+    def flush(self) -> threading.Event:
+        """From any thread: is set once all that was submitted before is handled.
+
+        Handled includes what follows at once: a transfer that an event leads to is posted, or
+        refused. What waits for a peer's message follows later. Set as well when the courier ends.
+        """
+        handled = threading.Event()
+        self._inbox.append(handled)
+        self._channel.wake()
+        if self.error is not None:
+            handled.set()
+        return handled
+
     def raise_if_dead(self) -> None:
         """Raise KVCourierError if the thread has ended by an error: nothing moves any more."""
         if self.error is not None:
@@ -217,11 +234,19 @@ class Courier:
             self.error = error
             _log.exception("courier %s died", self._thread.name)
             self._on_death()
+        finally:
+            for item in list(self._inbox):
+                if isinstance(item, threading.Event):
+                    item.set()
 
     def step(self) -> None:
         """Take everything that has come and do what follows from it; never waits."""
         while self._inbox:
-            self._accept(*self._inbox.popleft())
+            item = self._inbox.popleft()
+            if isinstance(item, threading.Event):
+                item.set()
+            else:
+                self._accept(*item)
         self._handle_ready()
         for address, payload in self._channel.answers():
             self._on_handshake_answer(address, payload)
@@ -242,8 +267,10 @@ class Courier:
         if self._inbox:
             return 0.0
         config = self._config
-        if self._postings.streaming or self._receiver.busy or self._unready:
+        if self._postings.streaming or self._receiver.busy:
             patience = config.poll_stream_s
+        elif self._unready:
+            patience = max(config.poll_stream_s, _POLL_READY_S)
         elif self._postings.busy or self.endpoint.awaits_notification:
             patience = config.poll_busy_s
         else:
@@ -254,6 +281,13 @@ class Courier:
                 patience = min(patience, max(0.0, deadline - self._clock()))
         return patience
 
+    def _handle_call(self, event: EngineEvent) -> None:
+        """Let the core take a call of our engine, and count the runs of blocks handed over."""
+        self._handle(event)
+        # Only now that the transfer is posted: nobody waits for a metric.
+        if (handed_over := hand_over(event)) is not None:
+            self._observer.handed_over(*handed_over)
+
     def _accept(self, event: EngineEvent, ready: Ready | None) -> None:
         """Handle an engine's event now, or once it and those before it have happened."""
         waiting = self._unready.get(event.request_id)
@@ -262,12 +296,12 @@ class Courier:
         elif ready is not None and not ready():
             self._unready[event.request_id] = deque([(event, ready)])
         else:
-            self._handle(event)
+            self._handle_call(event)
 
     def _handle_ready(self) -> None:
         for request_id, waiting in list(self._unready.items()):
             while waiting and (waiting[0][1] is None or waiting[0][1]()):
-                self._handle(waiting.popleft()[0])
+                self._handle_call(waiting.popleft()[0])
             if not waiting:
                 del self._unready[request_id]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kvcourier.config import EndpointConfig
+from kvcourier.config import EndpointConfig, Posting
 from kvcourier.core import handshake
 from kvcourier.core.events import (
     BlockGroups,
@@ -55,6 +55,7 @@ from kvcourier.runtime.requests import RequestTable
 from kvcourier.runtime.side_channel import HandshakeServer
 
 _log = logging.getLogger(__name__)
+_LONGEST_POST_S = 60.0
 
 
 class KvEndpoint:
@@ -65,6 +66,8 @@ class KvEndpoint:
         caches: the cache of every rank of the instance that lives in this process (all of them).
         transport_factory: makes a rank's transport, given the name of its agent.
         registry: where metrics go; a new one if None.
+        posting: INLINE makes `finish_prefill` and `receive` wait until every rank has posted what
+            they lead to.
 
     Raises:
         MappingError: the ranks are not a full pp x tp set.
@@ -77,6 +80,7 @@ class KvEndpoint:
         transport_factory: TransportFactory,
         *,
         registry: CollectorRegistry | None = None,
+        posting: Posting = Posting.THREAD,
     ) -> None:
         self.config = config
         self.registry = registry or CollectorRegistry()
@@ -84,6 +88,7 @@ class KvEndpoint:
         self._caches = {cache.rank: cache for cache in caches}
         self._tp_size, self._pp_size = handshake.topology([cache.rank for cache in caches])
         self._transport_factory = transport_factory
+        self._posting = posting
         self._metrics = CourierMetrics(self.registry)
         self.registry.register(CoreCollector(self.snapshots))
         self._couriers: dict[Rank, Courier] = {}
@@ -206,7 +211,7 @@ class KvEndpoint:
         """All KV of a prompt is written; see runtime.interface."""
         self._requests.hand_over(request_id)
         groups = _groups(block_ids)
-        self._submit(PrefillFinished(request_id, groups, num_tokens))
+        self._submit_to_post(PrefillFinished(request_id, groups, num_tokens))
         host, port = self._side_channel_address()
         with self._lock:
             hold_id, key = self._computing.pop(request_id)
@@ -245,7 +250,7 @@ class KvEndpoint:
     ) -> None:
         """Get the KV of `span` into these blocks; see runtime.interface."""
         self._requests.hand_over(request_id)
-        self._submit(BlocksReserved(request_id, _groups(block_ids), span))
+        self._submit_to_post(BlocksReserved(request_id, _groups(block_ids), span))
 
     def decline(self, request_id: RequestId) -> None:
         """Nothing is needed after all; see runtime.interface."""
@@ -324,6 +329,14 @@ class KvEndpoint:
     def _submit(self, event: EngineEvent, ready: Callable[[], bool] | None = None) -> None:
         for courier in self._couriers.values():
             courier.submit(event, ready)
+
+    def _submit_to_post(self, event: EngineEvent) -> None:
+        """Submit what may lead to transfers, and wait for these to be posted if that is wanted."""
+        self._submit(event)
+        if self._posting is Posting.INLINE:
+            for handled in [courier.flush() for courier in self._couriers.values()]:
+                if not handled.wait(_LONGEST_POST_S):
+                    _log.warning("%s: not posted in %g s", event, _LONGEST_POST_S)
 
     def _abandon(self, request_id: RequestId) -> None:
         """One rank has failed: the others must not wait for what will not come."""

@@ -22,7 +22,8 @@ from kvcourier.runtime.reports import Report
 
 class Endpoint(Protocol):
     """Moves KV for one engine. All calls are quick, never wait for the network, and are
-    thread-safe; results come through `poll`."""
+    thread-safe; results come through `poll`. Only where inline posting was asked for do
+    `finish_prefill` and `receive` wait until the transfer is posted."""
 
     def start(self, on_report: Callable[[], None]) -> None:
         """Open sockets and start the couriers.

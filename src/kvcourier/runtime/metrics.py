@@ -4,16 +4,29 @@ Decides names, units and labels; every one is listed in docs/metrics.md. Refuses
 anything happens. Request ids are never labels: they go into logs and stories.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+
+from kvcourier.core.outcomes import Side
+from kvcourier.layout.geometry import Int64Array
 
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _BYTES = tuple(float(1 << exponent) for exponent in range(12, 37, 3))
 _PIECES = tuple(float(4**exponent) for exponent in range(11))
+RUN_LENGTH = "kvcourier_block_run_length"
+RUN_LENGTH_HELP = "Blocks per run of consecutive ids of one request, as the engine hands them over."
+RUN_LENGTHS = tuple(float(1 << exponent) for exponent in range(13))
 
 Snapshot = tuple[Mapping[str, int], Mapping[str, int]]
 """(counters, gauges) of one rank's core, by name."""
@@ -33,6 +46,39 @@ class CourierObserver(Protocol):
 
     def dropped(self, why: str) -> None:
         """A message was not delivered, or not believed."""
+
+    def handed_over(self, side: Side, lengths: Int64Array) -> None:
+        """An engine has handed blocks of a request over, in runs of these lengths."""
+
+
+class RunLengths(Collector):
+    """Lengths of runs of blocks, by side; thread-safe.
+
+    A request may have a thousand runs, which the client library would take one by one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = {side: np.zeros(len(RUN_LENGTHS) + 1, np.int64) for side in Side}
+        self._sums = dict.fromkeys(Side, 0)
+
+    def observe(self, side: Side, lengths: Int64Array) -> None:
+        """Count the runs of one request."""
+        places = np.searchsorted(RUN_LENGTHS, lengths)
+        counts = np.bincount(places, minlength=len(RUN_LENGTHS) + 1)
+        with self._lock:
+            self._counts[side] += counts
+            self._sums[side] += int(lengths.sum())
+
+    def collect(self) -> Iterator[Metric]:
+        """One family, one histogram a side."""
+        metric = HistogramMetricFamily(RUN_LENGTH, RUN_LENGTH_HELP, labels=["side"])
+        with self._lock:
+            for side, counts in self._counts.items():
+                bounds = [*map(str, RUN_LENGTHS), "+Inf"]
+                buckets = list(zip(bounds, counts.cumsum().tolist(), strict=True))
+                metric.add_metric([side], buckets, self._sums[side])
+        yield metric
 
 
 class CourierMetrics:
@@ -87,6 +133,9 @@ class CourierMetrics:
             registry=registry,
         )
 
+        self.run_lengths = RunLengths()
+        registry.register(self.run_lengths)
+
     def posted(self, operation: str, seconds: float, num_bytes: int, num_pieces: int) -> None:
         """See CourierObserver."""
         self.post_seconds.labels(operation).observe(seconds)
@@ -104,6 +153,10 @@ class CourierMetrics:
     def dropped(self, why: str) -> None:
         """See CourierObserver."""
         self.dropped_messages.labels(why).inc()
+
+    def handed_over(self, side: Side, lengths: Int64Array) -> None:
+        """See CourierObserver."""
+        self.run_lengths.observe(side, lengths)
 
 
 class CoreCollector(Collector):

@@ -47,8 +47,8 @@ StreamKey = tuple[PeerRank, StreamId]
 class _Stream:
     owner: RequestId
     landed: Landed
-    tables: LoadedTables
     parcels: tuple[ParcelRange, ...]
+    tables: LoadedTables | None = None
     scatters: dict[int, Ticket] = field(default_factory=dict)
 
 
@@ -194,14 +194,15 @@ class PackedReceiver:
             segments = self._locate(peer, target, message.landed)
             sizes = [(segment.num_pieces, segment.piece_bytes) for segment in segments]
             parts = parcels(sizes, message.parcel_bytes)
-            tables = self._copier.load(segments)
         except MappingError as error:
             return str(error)
         if len(parts) != message.num_parcels:
             return f"{message.num_parcels} parcels are announced, these tiles make {len(parts)}"
-        self._streams[key] = _Stream(target.request_id, message.landed, tables, parts)
-        actions = self._core.on_open(peer, stream, target.request_id, len(parts), self._clock())
-        self._do(actions)
+        record = _Stream(target.request_id, message.landed, parts)
+        self._streams[key] = record
+        self._do(self._core.on_open(peer, stream, target.request_id, len(parts), self._clock()))
+        # While the peer gathers and writes the first parcels.
+        record.tables = self._copier.load(segments)
         return ""
 
     @property
@@ -228,6 +229,7 @@ class PackedReceiver:
     def _scatter(self, key: StreamKey, number: int, slot: RingSlot) -> None:
         assert self._staging is not None
         stream = self._streams[key]
+        assert stream.tables is not None, "a parcel came before its stream was opened"
         address = self._staging.address_of(slot)
         stream.scatters[number] = self._copier.scatter(
             stream.tables, stream.parcels[number], address

@@ -72,10 +72,10 @@ class _Stream:
     command: PostWrite
     agent: AgentName
     peer_staging: StagingOffer
-    tables: LoadedTables
     parcels: tuple[ParcelRange, ...]
     piece_bytes: tuple[int, ...]
     parcel_bytes: int
+    tables: LoadedTables | None = None
     post_s: float = 0.0
     gathers: dict[int, Ticket] = field(default_factory=dict)
     writes: dict[int, TransferHandle] = field(default_factory=dict)
@@ -149,26 +149,22 @@ class PackedSender:
         Raises:
             MappingError: a piece is larger than a slot.
         """
-        parcel_bytes = self._parcel_bytes(peer_staging)
         parts = self._parcels(segments, peer_staging)
-        stream = _Stream(
+        stream = StreamId(command.operation_id)
+        record = _Stream(
             command,
             agent,
             peer_staging,
-            self._own_staging.copier.load(segments),
             parts,
             tuple(segment.piece_bytes for segment in segments),
-            parcel_bytes,
+            self._parcel_bytes(peer_staging),
         )
-        self._streams[StreamId(command.operation_id)] = stream
-        actions = self._core.open(
-            StreamId(command.operation_id),
-            command.peer,
-            len(parts),
-            peer_staging.num_slots,
-            self._clock(),
+        self._streams[stream] = record
+        self._do(
+            self._core.open(stream, command.peer, len(parts), peer_staging.num_slots, self._clock())
         )
-        self._do(actions)
+        # While the peer does the same for its side.
+        record.tables = self._own_staging.copier.load(segments)
 
     def on_message(self, message: GrantSlots | RefuseStream) -> None:
         """A receiver's answer."""
@@ -260,6 +256,7 @@ class PackedSender:
 
     def _gather(self, stream: _Stream, number: int, slot: int) -> None:
         staging = self._own_staging
+        assert stream.tables is not None, "granted before it was opened"
         ticket = staging.copier.gather(
             stream.tables, stream.parcels[number], staging.address_of(slot)
         )

@@ -6,6 +6,7 @@ each request's `kv_transfer_params`, so there is no second class to mix it up wi
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -16,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvcourier.layout import CacheKind, MemoryKind, RankCache
 from kvcourier.vllm_connector.caches import read_cache
+from kvcourier.vllm_connector.progress import StepNews
 from kvcourier.vllm_connector.scheduler_side import SchedulerSide
 from kvcourier.vllm_connector.settings import ConnectorSettings, read_settings
 from kvcourier.vllm_connector.stats import CourierPromMetrics, CourierStats
@@ -36,8 +38,21 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+@dataclass
 class CourierMetadata(KVConnectorMetadata):
-    """Nothing: calls reach the couriers by their own link, without waiting for a step."""
+    """What a step means for the prompts that we hold. All other calls reach the couriers by their
+    own link, without waiting for a step."""
+
+    news: StepNews
+
+
+def _log_like_vllm() -> None:
+    """Send our lines where vLLM's go, at its level: it configures no logger but its own."""
+    ours, theirs = logging.getLogger("kvcourier"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.getEffectiveLevel())
+        ours.propagate = False
 
 
 class CourierConnector(KVConnectorBase_V1, HybridSupport):
@@ -54,6 +69,7 @@ class CourierConnector(KVConnectorBase_V1, HybridSupport):
         kv_cache_config: "KVCacheConfig",
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_like_vllm()
         warn_if_untested()
         self._settings: ConnectorSettings = read_settings(vllm_config)
         self._worker: WorkerSide | None = None
@@ -98,8 +114,8 @@ class CourierConnector(KVConnectorBase_V1, HybridSupport):
         self._scheduling.on_allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Nothing travels with a step."""
-        return CourierMetadata()
+        """See ProgressTracker."""
+        return CourierMetadata(self._scheduling.step_news(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """See SchedulerSide.on_results: vLLM's scheduler goes through the same two sets next."""
@@ -203,13 +219,21 @@ class CourierConnector(KVConnectorBase_V1, HybridSupport):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request runs when all its KV is there."""
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins: what was preempted for it is void before its kernels run."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, CourierMetadata):
+            self._worker.begin_step(connector_metadata.news)
+
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """KV goes over when the prompt is finished."""
+        """A layer's KV of this step is written, or will be by kernels that were launched."""
+        self._working.end_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for: blocks are kept until they are sent."""
+        """A step's KV is written, or will be; nothing to wait for, blocks are kept until sent."""
+        self._working.end_step()
 
     @property
     def _working(self) -> WorkerSide:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvcourier.config import Granularity
 from kvcourier.core import handshake
 from kvcourier.core.params import (
     HolderAddress,
@@ -35,6 +36,7 @@ from kvcourier.runtime.engine_link import (
 )
 from kvcourier.runtime.side_channel import HandshakeServer
 from kvcourier.vllm_connector.block_tables import BlockTable
+from kvcourier.vllm_connector.progress import ProgressTracker, StepNews
 from kvcourier.vllm_connector.settings import ConnectorSettings
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class SchedulerSide:
         self._wants: dict[RequestId, _Phase] = {}
         self._lent: dict[RequestId, TransferKey | None] = {}
         self._num_holds = 0
+        self._progress = ProgressTracker()
         config = settings.endpoint
         self._server = HandshakeServer(
             config.side_channel_host,
@@ -118,6 +121,8 @@ class SchedulerSide:
             if any(table.window is not None for table in self._tables):
                 _leave_last_token_out(request)
             self._begin_hold(request_id, intent)
+            if self._settings.granularity is not Granularity.REQUEST:
+                self._progress.follow(request_id, int(request.num_prompt_tokens))
         elif intent is not None and not self._settings.may_receive:
             _log.error(
                 "%s: computed without a transfer: kv_role kv_producer cannot receive; use "
@@ -158,6 +163,10 @@ class SchedulerSide:
         wanted = [table.ids(block_ids, span) for table in self._tables]
         self._link.send(Receive(request_id, wanted, span.start, span.stop))
 
+    def step_news(self, scheduler_output: Any) -> StepNews:
+        """What the step that was scheduled means for held prompts."""
+        return self._progress.take(scheduler_output, self._tables)
+
     def on_results(self, received: set[str] | None, sent: set[str] | None) -> None:
         """Receives and sends have ended, well or not; their blocks are vLLM's again.
 
@@ -187,12 +196,11 @@ class SchedulerSide:
             return False, None
         hold_id, key = self._holds.pop(request_id)
         finished_well = request.status.name in _FINISHED_WELL
-        if not finished_well or not any(block_ids):
-            self._keys.discard(key)
-            self._link.send(Abort(request_id))
-            return False, None
-        self._lent[request_id] = key
+        self._progress.forget(request_id)
         num_tokens = int(request.num_prompt_tokens)
+        if not finished_well or not any(block_ids):
+            return self._give_up(request_id, key, block_ids), None
+        self._lent[request_id] = key
         groups = [table.ids(block_ids, TokenSpan(0, num_tokens)) for table in self._tables]
         self._link.send(FinishPrefill(request_id, groups, num_tokens))
         config = self._settings.endpoint
@@ -213,6 +221,21 @@ class SchedulerSide:
             config.modes,
             key,
         )
+
+    def _give_up(
+        self, request_id: RequestId, key: TransferKey | None, block_ids: Sequence[Sequence[int]]
+    ) -> bool:
+        """A held prompt has ended badly; returns whether its blocks stay ours until sent.
+
+        Chunks of it may be on their way, from blocks that vLLM would give to somebody else.
+        """
+        if self._settings.granularity is Granularity.REQUEST or not any(block_ids):
+            self._keys.discard(key)
+            self._link.send(Abort(request_id))
+            return False
+        self._lent[request_id] = key
+        self._link.send(Abort(request_id, [list(group) for group in block_ids]))
+        return True
 
     def _want(self, request_id: RequestId, intent: WantIntent, num_tokens: int) -> None:
         problem = _problem(intent, num_tokens, self._settings.endpoint.limits.max_block_ids)

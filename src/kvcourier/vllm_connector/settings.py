@@ -4,17 +4,18 @@ Decides which keys of `kv_connector_extra_config` are read and what is refused a
 it is not supported. Refuses to know tensors and requests.
 """
 
+import enum
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcourier.config import (
     MIB,
     SIDE_CHANNEL_PORT_VARIABLE,
     CourierConfig,
     EndpointConfig,
-    PathPolicy,
+    Granularity,
     StagingConfig,
     Timing,
     side_channel_address,
@@ -24,6 +25,8 @@ from kvcourier.ids import EngineId, Incarnation
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+E = TypeVar("E", bound=enum.StrEnum)
 
 _log = logging.getLogger(__name__)
 _TIMING = Timing()
@@ -45,6 +48,7 @@ _KNOWN_KEYS = frozenset(
         "transfer_path",
         "staging_mib",
         "staging_slot_mib",
+        "granularity",
         "log_stories",
     }
 )
@@ -60,6 +64,7 @@ class ConnectorSettings:
         tp_size: tensor-parallel size.
         recompute_threshold: tokens; a remainder of at most so many is computed, not fetched.
         may_receive: vLLM keeps blocks back until no step can write them (kv_consumer, kv_both).
+        granularity: in which parts KV is sent while its prompt is computed.
         log_stories: every finished transfer's story goes into the log.
     """
 
@@ -68,6 +73,7 @@ class ConnectorSettings:
     tp_size: int
     recompute_threshold: int
     may_receive: bool
+    granularity: Granularity = Granularity.CHUNK
     log_stories: bool = False
 
 
@@ -127,6 +133,7 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
         tp_size=parallel.tensor_parallel_size,
         recompute_threshold=int(_number(extra, "kv_recompute_threshold", 0)),
         may_receive=bool(transfer.is_kv_consumer),
+        granularity=_choice(extra, "granularity", Granularity.CHUNK),
         log_stories=extra.get("log_stories") is True,
     )
 
@@ -147,19 +154,24 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
 
 def _staging(extra: Mapping[str, Any], transfer: Any, default: StagingConfig) -> StagingConfig:
     """Staging memory for the directions that this role has."""
-    path = extra.get("transfer_path", default.path.value)
-    if path not in set(PathPolicy):
-        choices = ", ".join(PathPolicy)
-        raise ConfigError(
-            f"kv_connector_extra_config.transfer_path: expected one of {choices}, found {path!r}"
-        )
     size = _mib(extra, "staging_mib", default.send_bytes)
     return StagingConfig(
-        path=PathPolicy(path),
+        path=_choice(extra, "transfer_path", default.path),
         send_bytes=size if transfer.is_kv_producer else 0,
         receive_bytes=size if transfer.is_kv_consumer else 0,
         slot_bytes=_mib(extra, "staging_slot_mib", default.slot_bytes),
     )
+
+
+def _choice(extra: Mapping[str, Any], key: str, default: E) -> E:
+    """One of the values of the default's type."""
+    kind, value = type(default), extra.get(key, default.value)
+    if value not in {each.value for each in kind}:
+        choices = ", ".join(kind)
+        raise ConfigError(
+            f"kv_connector_extra_config.{key}: expected one of {choices}, found {value!r}"
+        )
+    return kind(value)
 
 
 def _mib(extra: Mapping[str, Any], key: str, default: int) -> int:

@@ -10,12 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 
+from kvcourier.core.outcomes import Side
 from kvcourier.core.workspace import Counted
+from kvcourier.layout.geometry import Int64Array
+from kvcourier.runtime.metrics import RUN_LENGTH_HELP, RUN_LENGTHS
 
 _SECONDS = [0.0005, 0.001, 0.003, 0.005, 0.01, 0.03, 0.05, 0.1, 0.3, 0.5, 1.0, 3.0, 5.0]
 _BYTES = [float(1 << exponent) for exponent in range(10, 37, 2)]
@@ -34,6 +38,7 @@ SAMPLES: Mapping[str, tuple[str, str, list[float]]] = {
     ),
     "bytes_transferred": ("vllm:nixl_bytes_transferred", "Bytes of one transfer.", _BYTES),
     "num_descriptors": ("vllm:nixl_num_descriptors", "Descriptors of one transfer.", _PIECES),
+    "block_run_length": ("kvcourier:block_run_length", RUN_LENGTH_HELP, list(RUN_LENGTHS)),
 }
 """Key of a list of samples, to the histogram it fills: name, help, buckets."""
 
@@ -56,6 +61,11 @@ COUNTS: Mapping[str, tuple[str, str]] = {
     ),
 }
 """Key of a number, to the counter it adds to: name, help."""
+
+MAX_RUNS = 64
+"""Samples of one request's runs: evenly many from the short ones to the long ones."""
+MAX_SAMPLED_RUNS = 1024
+"""Samples of one interval; what is handed over after that is not looked at."""
 
 _FROM_CORE = {
     "num_kv_expired_reqs": Counted.LEASES_EXPIRED,
@@ -136,6 +146,14 @@ class StatsRecorder:
         """A message was not delivered, or not believed."""
         with self._lock:
             self._stats.data["num_failed_notifications"] += 1
+
+    def handed_over(self, side: Side, lengths: Int64Array) -> None:
+        """vLLM has handed blocks of a request over."""
+        places = np.linspace(0, len(lengths) - 1, min(MAX_RUNS, len(lengths)), dtype=np.int64)
+        sampled = np.sort(lengths)[places].tolist()
+        with self._lock:
+            samples = self._stats.data["block_run_length"]
+            samples += sampled[: MAX_SAMPLED_RUNS - len(samples)]
 
     def take(self, counts: Mapping[Counted, int]) -> CourierStats | None:
         """The record since the last time, with what the core counted meanwhile."""

@@ -8,12 +8,16 @@ is named there when its blocks are released, never while a write may still be in
 """
 
 import logging
+import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
+from kvcourier.config import Granularity
+from kvcourier.core.events import PrefillAdvanced, PrefillRolledBack
 from kvcourier.core.handshake import Facts, RankOffer, facts_of
 from kvcourier.ids import RequestId
 from kvcourier.runtime.courier import Courier
@@ -22,12 +26,15 @@ from kvcourier.runtime.rank import open_rank
 from kvcourier.runtime.reports import Outcome, Report, Side
 from kvcourier.transport.nixl import nixl_factory
 from kvcourier.vllm_connector.block_tables import BlockTable
-from kvcourier.vllm_connector.caches import WorkerCache, all_ranks
+from kvcourier.vllm_connector.caches import WorkerCache, all_ranks, layer_number
+from kvcourier.vllm_connector.progress import Progress, StepNews
 from kvcourier.vllm_connector.settings import ConnectorSettings
 from kvcourier.vllm_connector.stats import CourierStats, StatsRecorder
+from kvcourier.vllm_connector.step_clock import step_clock
 from kvcourier.vllm_connector.versions import TransferResults
 
 _log = logging.getLogger(__name__)
+SWITCH_INTERVAL_S = 0.0005
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,13 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
         self._stats = StatsRecorder()
         self._log_stories = settings.log_stories
+        self._by_layer = settings.granularity is Granularity.LAYER
+        self._progress: tuple[Progress, ...] = ()
+        self._num_layers_told = 0
+        self._clock = step_clock(found.cache.regions[0])
+        # The courier needs the interpreter for microseconds, many times a transfer, beside a step
+        # that holds it for milliseconds; by default it would wait 5 ms each time.
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         token = new_token()
         config = replace(settings.endpoint, cache_format=cache_format)
         geometries = all_ranks(found.cache.geometries, settings.tp_size)
@@ -78,6 +92,43 @@ class WorkerSide:
             token,
         )
         self._courier.start()
+
+    # Steps.
+
+    def begin_step(self, news: StepNews) -> None:
+        """A step's kernels are about to be launched."""
+        for request_id in news.rolled_back:
+            self._courier.submit(PrefillRolledBack(request_id))
+        self._progress = news.progress
+        self._num_layers_told = 0
+
+    def end_layer(self, layer_name: str) -> None:
+        """The kernels that write one layer's KV of this step were launched."""
+        last = [each for each in self._progress if each.is_last]
+        if last and self._by_layer:
+            self._num_layers_told += 1
+            self._tell(last, (layer_number(layer_name),))
+
+    def end_step(self) -> None:
+        """All kernels of this step were launched."""
+        told, self._progress = self._progress, ()
+        if not told:
+            return
+        self._tell(told, None)
+        if self._by_layer and not self._num_layers_told and any(each.is_last for each in told):
+            self._by_layer = False
+            _log.warning(
+                "vLLM calls no hook per layer in this configuration (full CUDA graphs?): KV is "
+                "sent per chunk; set granularity to chunk to silence this"
+            )
+
+    def _tell(self, progress: Sequence[Progress], layers: tuple[int, ...] | None) -> None:
+        written = self._clock.mark()
+        for each in progress:
+            event = PrefillAdvanced(each.request_id, each.block_ids, each.num_tokens, layers)
+            self._courier.submit(event, written)
+
+    # Results.
 
     def take_results(self) -> Any:
         """What has ended since the last time, as vLLM's `KVConnectorTransferResults`.

@@ -2,12 +2,20 @@
 
 from functools import partial
 
+import numpy as np
 import prometheus_client
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+from kvcourier.core.outcomes import Side
 from kvcourier.vllm_connector import CourierConnector
-from kvcourier.vllm_connector.stats import COUNTS, SAMPLES
+from kvcourier.vllm_connector.stats import (
+    COUNTS,
+    MAX_RUNS,
+    MAX_SAMPLED_RUNS,
+    SAMPLES,
+    StatsRecorder,
+)
 
 from .engine_rig import BLOCK, HEAD_DIM, KV_HEADS, LAYERS, NUM_BLOCKS
 
@@ -58,3 +66,22 @@ def test_metrics_with_the_classes_of_prometheus(instance) -> None:
         assert registry.get_sample_value(f"{name}_count", labels) == 2
     for name, _ in COUNTS.values():
         assert registry.get_sample_value(f"{name}_total", labels) == 3
+
+
+def test_samples_of_runs_are_bounded_and_show_short_and_long_ones() -> None:
+    recorder = StatsRecorder()
+    recorder.handed_over(Side.HOLD, np.array([3, 1, 2]))
+    taken = recorder.take({})
+    assert taken is not None and taken.data["block_run_length"] == [1, 2, 3]
+    recorder.handed_over(Side.WANT, np.arange(1, 1001))
+    taken = recorder.take({})
+    assert taken is not None
+    samples = taken.data["block_run_length"]
+    assert len(samples) == MAX_RUNS
+    assert (samples[0], samples[-1]) == (1, 1000)
+    for _ in range(2 * MAX_SAMPLED_RUNS // MAX_RUNS):
+        recorder.handed_over(Side.WANT, np.ones(1000, np.int64))
+    taken = recorder.take({})
+    assert taken is not None and len(taken.data["block_run_length"]) == MAX_SAMPLED_RUNS
+    recorder.handed_over(Side.WANT, np.array([], np.int64))
+    assert recorder.take({}) is None

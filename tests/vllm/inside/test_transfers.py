@@ -34,7 +34,7 @@ def test_answers_are_those_of_one_instance(pair, network, mode) -> None:
         _, wanted = handed_over(p, d, prompt, mode)
         run(p, d, until=lambda: p.is_idle and d.is_idle)
         assert d.asked[wanted].tokens == answer_to(prompt, 4), f"{length} tokens"
-        blocks = -(-length // BLOCK) if length > 1 else 0
+        blocks = -(-(length - 1) // BLOCK)
         assert network.num_moved - before == blocks * BYTES_PER_BLOCK, f"{length} tokens"
 
 
