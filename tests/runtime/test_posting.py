@@ -113,7 +113,7 @@ class Serving:
     """An engine with a real endpoint, on the memory network."""
 
     def __init__(self, stack: ExitStack, world: World, name: str, posting: Posting) -> None:
-        config = EngineConfig(model=LLAMA, dtype="float32", num_blocks=16)
+        config = EngineConfig(model=LLAMA, granularity="request", dtype="float32", num_blocks=16)
         model = tiny_model()
         cache = make_cache(model, config)
         self.endpoint = KvEndpoint(
