@@ -79,10 +79,14 @@ class Asks:
         return RenewItem(_name(want), want.request_id)
 
     def cancel(self, want: Want, link: Link) -> None:
-        """Write no more, and say when nothing is in flight."""
-        self._space.send(
-            link.peer, Cancel(self._space.sender, _name(want), want.request_id, _pairs(link))
-        )
+        """Write no more, and say when nothing is in flight.
+
+        Over the side channel, which outlives a broken data path; and over the data path, where a
+        peer that is dead is known at once.
+        """
+        message = Cancel(self._space.sender, _name(want), want.request_id, _pairs(link))
+        self._space.send(link.peer, message)
+        self._space.emit(SendNotification(link.peer, want.address, message))
 
     def let_go(self, want: Want, link: Link, *, read: bool) -> None:
         """We need nothing more: the KV was READ, or was not needed."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvcourier.config import TransferMode
 from kvcourier.core.events import BlockGroups, OperationId
-from kvcourier.core.messages import AnyMessage, Landed, Register, span_of
+from kvcourier.core.messages import AnyMessage, Cancel, Landed, Register, span_of
 from kvcourier.core.outcomes import Report
 from kvcourier.ids import InstanceAddress, PeerRank
 from kvcourier.layout.geometry import TokenSpan
@@ -47,7 +47,7 @@ class SendNotification:
 
     peer: PeerRank
     address: InstanceAddress
-    message: Register
+    message: Register | Cancel
 
 
 @dataclass(frozen=True, slots=True)

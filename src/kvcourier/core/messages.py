@@ -261,7 +261,8 @@ CoreMessage = Register | Registered | Landed | Fail | Cancel | Fenced | Collecte
 AnyMessage = CoreMessage | StreamMessage
 
 ON_DATA_PATH = (Register, Landed, Parcel)
-"""Messages that come as NIXL notifications; all others come over the side channel."""
+"""Messages that come as NIXL notifications only. A `Cancel` comes both ways, all others come over
+the side channel only."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

@@ -40,12 +40,14 @@ from kvcourier.core.handshake import Facts, StagingOffer, read_answer, request
 from kvcourier.core.messages import (
     ON_DATA_PATH,
     AnyMessage,
+    Cancel,
     CloseStream,
     GrantSlots,
     Landed,
     OpenStream,
     Parcel,
     RefuseStream,
+    Register,
     decode,
     encode,
     sender_fields,
@@ -75,8 +77,9 @@ from kvcourier.transport.interface import Notification, Transport
 _log = logging.getLogger(__name__)
 Ready = Callable[[], bool]
 _Submitted = tuple[EngineEvent, Ready | None]
-_POLL_READY_S = 0.0002
-"""Pause between looks at what a GPU has yet to compute: all of a prefill may pass meanwhile."""
+_POLL_READY_S = 0.001
+"""Pause between looks at what a GPU has yet to compute. All of a prefill may pass meanwhile, and an
+eager one is launched by a thread that needs the interpreter as well."""
 
 _UNKNOWN_WRITER = (Landed, Parcel)
 """Notices that only a connected peer's agent may send."""
@@ -399,13 +402,16 @@ class Courier:
         agent = self._contacts.agent_name(message.sender.peer())
         known_as_another = agent not in (None, notification.sender)
         unknown_writer = agent is None and isinstance(message, _UNKNOWN_WRITER)
-        if not isinstance(message, ON_DATA_PATH) or known_as_another or unknown_writer:
+        if known_as_another or unknown_writer:
             self._drop_foreign(message)
             return
-        if isinstance(message, Parcel):
-            self._receiver.on_message(message)
-            return
-        self._handle(MessageReceived(message))
+        match message:
+            case Parcel():
+                self._receiver.on_message(message)
+            case Register() | Landed() | Cancel():
+                self._handle(MessageReceived(message))
+            case _:
+                self._drop_foreign(message)
 
     def _decoded(self, payload: bytes) -> AnyMessage | None:
         try:

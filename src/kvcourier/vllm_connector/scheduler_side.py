@@ -23,7 +23,15 @@ from kvcourier.core.params import (
     parse_params,
 )
 from kvcourier.errors import MappingError, ParamsError
-from kvcourier.ids import HoldId, Rank, RequestId, TransferKey, hold_id_of
+from kvcourier.ids import (
+    EngineId,
+    HoldId,
+    Rank,
+    RequestId,
+    TransferId,
+    TransferKey,
+    hold_id_of,
+)
 from kvcourier.layout import TokenSpan
 from kvcourier.runtime.engine_link import (
     Abort,
@@ -43,6 +51,7 @@ if TYPE_CHECKING:
     from kvcourier.vllm_connector.worker_side import WorkerOffer
 
 _log = logging.getLogger(__name__)
+_Source = tuple[EngineId, RequestId | None, TransferId | None, int]
 _FINISHED_WELL = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 
 
@@ -63,6 +72,7 @@ class SchedulerSide:
         self._holds: dict[RequestId, tuple[HoldId, TransferKey | None]] = {}
         self._keys: set[TransferKey | None] = set()
         self._wants: dict[RequestId, _Phase] = {}
+        self._sources: dict[RequestId, _Source] = {}
         self._lent: dict[RequestId, TransferKey | None] = {}
         self._num_holds = 0
         self._progress = ProgressTracker()
@@ -130,7 +140,9 @@ class SchedulerSide:
                 request_id,
             )
         elif intent is not None:
-            self._want(request_id, intent, int(request.num_prompt_tokens))
+            # vLLM hands in a call that it refused as a prompt of one token, aborted at once.
+            refused = getattr(request, "abort_immediately", False)
+            self._want(request_id, intent, None if refused else int(request.num_prompt_tokens))
 
     def num_external_tokens(self, request: Any, num_computed_tokens: int) -> int:
         """How many tokens after the computed ones come from somebody else. No side effects."""
@@ -151,7 +163,7 @@ class SchedulerSide:
         if self._wants.get(request_id) is not _Phase.QUEUED:
             return
         if num_external_tokens <= 0:
-            del self._wants[request_id]
+            del self._wants[request_id], self._sources[request_id]
             self._link.send(Decline(request_id))
             return
         span = TokenSpan(
@@ -179,6 +191,7 @@ class SchedulerSide:
                     # The couriers know a transfer id until now, whatever vLLM has finished.
                     self._keys.discard(self._lent.pop(RequestId(request_id)))
                     self._wants.pop(RequestId(request_id), None)
+                    self._sources.pop(RequestId(request_id), None)
                 elif results is not None:
                     _log.error("%s: a result for blocks that were not lent", request_id)
                     results.discard(request_id)
@@ -189,7 +202,7 @@ class SchedulerSide:
         """A request is over: (whether its blocks stay ours until sent, params for the answer)."""
         request_id = RequestId(request.request_id)
         if request_id in self._wants:
-            del self._wants[request_id]
+            del self._wants[request_id], self._sources[request_id]
             self._link.send(Abort(request_id))
             return False, None
         if request_id not in self._holds:
@@ -237,12 +250,17 @@ class SchedulerSide:
         self._link.send(Abort(request_id, [list(group) for group in block_ids]))
         return True
 
-    def _want(self, request_id: RequestId, intent: WantIntent, num_tokens: int) -> None:
+    def _want(self, request_id: RequestId, intent: WantIntent, num_tokens: int | None) -> None:
         problem = _problem(intent, num_tokens, self._settings.endpoint.limits.max_block_ids)
+        source = _source(intent)
+        if source in self._sources.values():
+            # All prompts of one call carry the params of its first; the KV is that one's only.
+            problem = "another request is waiting for the same KV"
         if problem:
             _log.error("%s: computed without a transfer: %s", request_id, problem)
             return
         self._wants[request_id] = _Phase.QUEUED
+        self._sources[request_id] = source
         self._link.send(Expect(request_id, _understood(intent)))
 
     def _begin_hold(self, request_id: RequestId, intent: HoldIntent) -> None:
@@ -265,13 +283,21 @@ class SchedulerSide:
         )
 
 
-def _problem(intent: WantIntent, num_tokens: int, max_block_ids: int) -> str:
-    """Why these params cannot be used for a prompt of so many tokens, or nothing."""
+def _source(intent: WantIntent) -> _Source:
+    """Whose KV is asked for."""
+    return intent.holder.engine_id, intent.holder_request_id, intent.transfer_id, intent.part
+
+
+def _problem(intent: WantIntent, num_tokens: int | None, max_block_ids: int) -> str:
+    """Why these params cannot be used for a prompt of so many tokens, or nothing.
+
+    `num_tokens` is None where nothing but the holder's release is asked for.
+    """
     if not isinstance(intent, PullIntent):
         return ""
     if sum(map(len, intent.block_ids)) > max_block_ids:
         return f"more than {max_block_ids} block ids"
-    if (intent.num_tokens or 0) > num_tokens:
+    if num_tokens is not None and (intent.num_tokens or 0) > num_tokens:
         # With a longer prompt's params the KV of that prompt would be read as this one's.
         return (
             f"remote_num_tokens: at most {num_tokens}, as the prompt has, found {intent.num_tokens}"

@@ -8,7 +8,6 @@ is named there when its blocks are released, never while a write may still be in
 """
 
 import logging
-import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,6 @@ from kvcourier.vllm_connector.step_clock import step_clock
 from kvcourier.vllm_connector.versions import TransferResults
 
 _log = logging.getLogger(__name__)
-SWITCH_INTERVAL_S = 0.0005
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,6 @@ class WorkerSide:
         self._progress: tuple[Progress, ...] = ()
         self._num_layers_told = 0
         self._clock = step_clock(found.cache.regions[0])
-        # The courier needs the interpreter for microseconds, many times a transfer, beside a step
-        # that holds it for milliseconds; by default it would wait 5 ms each time.
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         token = new_token()
         config = replace(settings.endpoint, cache_format=cache_format)
         geometries = all_ranks(found.cache.geometries, settings.tp_size)
@@ -123,8 +118,12 @@ class WorkerSide:
             )
 
     def _tell(self, progress: Sequence[Progress], layers: tuple[int, ...] | None) -> None:
+        """Tell of what somebody waits for; of all else the end of the prompt tells."""
+        awaited = [each for each in progress if self._courier.endpoint.is_awaited(each.request_id)]
+        if not awaited:
+            return
         written = self._clock.mark()
-        for each in progress:
+        for each in awaited:
             event = PrefillAdvanced(each.request_id, each.block_ids, each.num_tokens, layers)
             self._courier.submit(event, written)
 

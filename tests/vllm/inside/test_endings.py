@@ -59,8 +59,11 @@ def test_d_aborts_before_its_first_step(pair, mode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_d_refuses_a_request_before_admission(pair, mode) -> None:
+    """vLLM then makes up a request of one token with the same params."""
     p, d = pair
-    handed_over(p, d, PROMPT, mode, abort_immediately=True)
+    held, _ = handed_over(p, d, PROMPT, mode, want=False)
+    params = p.asked[held].params if mode == "pull" else p.push_params(p.transfer_ids[held])
+    d.ask([0], params, abort_immediately=True)
     assert d.is_idle
     run(p, until=lambda: p.is_idle)
 
@@ -191,6 +194,19 @@ def test_two_requests_that_want_the_same_kv(pair, mode) -> None:
     assert any(right), "one of them gets it"
     for asked, is_right in zip(answers, right, strict=True):
         assert is_right or asked.finish_reason is FinishReason.ERROR
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_prompts_with_the_params_of_the_first(pair, mode) -> None:
+    """As in one call of several prompts: none may get another's KV."""
+    p, d = pair
+    held, first = handed_over(p, d, PROMPT, mode)
+    params = p.asked[held].params or d.requests[first].kv_transfer_params
+    prompts = [prompt_of(100, seed=1), prompt_of(120, seed=2)]
+    others = [d.ask(prompt, params) for prompt in prompts]
+    run(p, d, until=lambda: p.is_idle and d.is_idle)
+    for prompt, each in zip((PROMPT, *prompts), (first, *others), strict=True):
+        assert d.asked[each].tokens == answer_to(prompt, 4)
 
 
 @pytest.mark.parametrize("mode", MODES)
