@@ -283,7 +283,7 @@ def test_configuration_names_every_environment_variable() -> None:
 # Measurements.
 
 
-@pytest.mark.parametrize("name", ["vllm-pairs", "kvcourier-8b-4-threads"])
+@pytest.mark.parametrize("name", ["vllm-pairs", "vllm-pairs-layer"])
 def test_benchmark_tables_are_what_was_measured(name: str) -> None:
     page = (DOCS / "benchmarks.md").read_text()
     told = page.partition(f"<!-- {name}:begin -->")[2].partition(f"<!-- {name}:end -->")[0]
