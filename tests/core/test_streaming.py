@@ -85,6 +85,20 @@ def test_each_layer_of_the_last_chunk_is_sent_when_it_is_written():
     assert received(pair)
 
 
+def test_small_parts_are_gathered_until_they_are_worth_a_write():
+    """Each costs a millisecond, whatever its size, and may slow the prefill down."""
+    pair = registered(Pair({"num_layers": 32}, {"num_layers": 32}))
+    sent = []
+    for layer in range(32):
+        compute(pair, 40, (layer,))
+        sent += tiles(pair)
+        pair.deliver_all()
+    assert sent == [(0, 40, tuple(range(first, first + 4))) for first in range(0, 28, 4)]
+    pair.finish("p1", "hello", 40)
+    assert tiles(pair) == [(0, 40, (28, 29, 30, 31))]
+    assert received(pair)
+
+
 def test_the_tile_that_would_complete_it_waits_until_prefill_has_finished():
     """A D that had everything would give its blocks away, while a preempted P writes again."""
     pair = registered(Pair())

@@ -40,7 +40,7 @@ IDLE_S = 30.0
 MODES = ["pull", "push"]
 TIMING = {"kv_lease_duration": 4, "push_registration_timeout": 4}
 
-pytestmark = needs_vllm
+pytestmark = [*needs_vllm, pytest.mark.slow]
 
 Pair = tuple[Vllm, Vllm]
 

@@ -14,7 +14,7 @@ from .servers import Vllm, needs_vllm, routers, served, started, tokens, wait_un
 LENGTHS = (2, 15, 16, 17, 18, 33, 200, 500)
 """Around vLLM's block size for MLA on the CPU, which is 16."""
 
-pytestmark = needs_vllm
+pytestmark = [*needs_vllm, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

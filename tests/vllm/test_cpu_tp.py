@@ -13,7 +13,7 @@ from .servers import Vllm, needs_vllm, routers, served, started, tokens
 
 LENGTHS = (1, 2, 31, 32, 33, 200)
 
-pytestmark = needs_vllm
+pytestmark = [*needs_vllm, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

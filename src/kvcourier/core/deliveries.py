@@ -20,6 +20,9 @@ _ALIVE = frozenset({DeliveryState.REGISTERED, DeliveryState.WRITING})
 _ENDABLE = _ALIVE | {DeliveryState.FAILED}
 _MAX_TILES_IN_FLIGHT = 2
 """With as many, what becomes ready is gathered into the next tile: each post costs time."""
+_LEAST_SHARE = 1 / 8
+"""Of all that moves, before prefill has finished. A tile costs both couriers about a millisecond of
+Python, whatever its size; a thread that launches an eager prefill needs the interpreter as well."""
 
 
 class Deliveries:
@@ -166,7 +169,10 @@ class Deliveries:
         if in_flight >= _MAX_TILES_IN_FLIGHT and not finished:
             return
         for index, (route, outgoing) in enumerate(zip(routes, delivery.outgoing, strict=True)):
-            for tile in outgoing.ready(hold.num_written, finished=finished):
+            tiles = outgoing.ready(hold.num_written, finished=finished)
+            if not finished and outgoing.share(tiles) < _LEAST_SHARE:
+                continue
+            for tile in tiles:
                 outgoing.take(tile)
                 self._post(delivery, index, route, wanted, tile)
 

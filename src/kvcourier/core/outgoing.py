@@ -5,7 +5,7 @@ has finished. Refuses to know who is told and what is in flight. A tile is a set
 span of tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvcourier.layout.geometry import TokenSpan
@@ -55,6 +55,11 @@ class Outgoing:
             if start < stops[layer]:
                 tiles.setdefault(TokenSpan(start, stops[layer]), []).append(layer)
         return [Tile(span, tuple(layers)) for span, layers in tiles.items()]
+
+    def share(self, tiles: Sequence[Tile]) -> float:
+        """How much of all that moves these are."""
+        cells = sum(len(tile.span) * len(tile.layers) for tile in tiles)
+        return cells / (len(self._span) * len(self._next))
 
     def take(self, tile: Tile) -> None:
         """This tile, one of those ready, is sent."""

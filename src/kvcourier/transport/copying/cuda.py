@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from kvcourier.errors import MappingError
+from kvcourier.errors import ConfigError, MappingError
 from kvcourier.layout.geometry import Int64Array, MemoryKind, Region
 from kvcourier.layout.packing import PackedSide, Parcel
 from kvcourier.transport.copying.bounds import (
@@ -82,9 +82,16 @@ class CudaCopier:
     def allocate(self, num_bytes: int) -> Region:
         # On our stream, memory never comes from what another stream's kernels may still use.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            memory = torch.empty(
-                num_bytes + STAGING_ALIGNMENT_BYTES, dtype=torch.uint8, device=self._device
-            )
+            try:
+                memory = torch.empty(
+                    num_bytes + STAGING_ALIGNMENT_BYTES, dtype=torch.uint8, device=self._device
+                )
+            except torch.cuda.OutOfMemoryError as error:
+                free, _ = torch.cuda.mem_get_info(self._device)
+                raise ConfigError(
+                    f"staging memory: {num_bytes >> 20} MiB wanted on {self._device}, "
+                    f"{free >> 20} MiB are free; lower the staging size, or leave more memory free"
+                ) from error
         address = -(-memory.data_ptr() // STAGING_ALIGNMENT_BYTES) * STAGING_ALIGNMENT_BYTES
         region = Region(address, num_bytes, MemoryKind.VRAM, self._device_id)
         self._memory.append(memory)

@@ -43,7 +43,10 @@ class Copier(Protocol):
     """
 
     def allocate(self, num_bytes: int) -> Region:
-        """Staging memory, aligned to 4 KiB at least; the copier owns it until `close`."""
+        """Staging memory, aligned to 4 KiB at least; the copier owns it until `close`.
+
+        Raises ConfigError if the device has not so much free.
+        """
 
     def load(self, segments: Sequence[PackedSide]) -> LoadedTables:
         """Put one transfer's segments where copies can read them; once a transfer.
