@@ -35,6 +35,7 @@ from kvcourier.core.messages import (
     Renewed,
 )
 from kvcourier.core.outcomes import Outcome, Side
+from kvcourier.core.partings import CANCELLED, Parting, Partings, how
 from kvcourier.core.peers import Peer, PeerState
 from kvcourier.core.rendezvous import Rendezvous
 from kvcourier.core.workspace import Counted, Owner, TimerKind, Workspace
@@ -42,7 +43,6 @@ from kvcourier.errors import LocalProtocolError
 from kvcourier.ids import InstanceAddress, PeerRank, RequestId, hold_serial
 
 _MAX_REMEMBERED = 4096
-_CANCELLED = "cancelled"
 
 
 class Holder:
@@ -54,12 +54,11 @@ class Holder:
         self._holds: dict[RequestId, Hold] = {}
         self._by_delivery: dict[DeliveryKey, Delivery] = {}
         self._waiting: dict[DeliveryKey, Registration] = {}
-        # Who needs nothing of a prompt that has not come: nobody else will say so again.
-        self._parted: dict[DeliveryKey, Cancel | Collected] = {}
         self._newest_hold = 0
         self._rendezvous: Rendezvous[DeliveryKey] = Rendezvous()
         self._leases = LeaseTable()
         self._ended = EndedHolds(_MAX_REMEMBERED)
+        self._partings = Partings(space, self._rendezvous, self._ended)
         self._cancelled: OrderedDict[DeliveryKey, None] = OrderedDict()
         self.on_timer: Mapping[TimerKind, Callable[[Any], None]] = {
             TimerKind.REGISTRATION: self._on_registration_expired,
@@ -104,8 +103,8 @@ class Holder:
         self._newest_hold = max(self._newest_hold, serial or 0)
         for key in self._rendezvous.meet(event.request_id):
             self._space.cancel_timer(TimerKind.REGISTRATION, key)
-            if key in self._parted:
-                self._serve_parted(hold, self._parted.pop(key))
+            if key in self._partings:
+                self._serve_parting(hold, self._partings.take(key))
             else:
                 self._attach(hold, self._waiting.pop(key))
 
@@ -206,9 +205,9 @@ class Holder:
             self._space.send(peer, Fenced(self._space.sender, message.request_id, message.epoch))
         hold = self._find(message.name, peer, RequestId(message.request_id))
         if hold is not None:
-            self._serve(hold, message, _CANCELLED)
+            self._serve(hold, message, CANCELLED)
         else:
-            self._await_hold(key, message)
+            self._partings.wait(key, message)
 
     def on_collected(self, message: Collected) -> None:
         """A wanter's rank has read the KV, or does not need it."""
@@ -216,9 +215,9 @@ class Holder:
         self._drop_waiting((peer, RequestId(message.request_id)))
         hold = self._find(message.name, peer, RequestId(message.request_id))
         if hold is not None:
-            self._serve(hold, message, _how(message))
+            self._serve(hold, message, how(message))
         elif not self._ended.served(message.name, peer, RequestId(message.request_id)):
-            self._await_hold((peer, RequestId(message.request_id)), message)
+            self._partings.wait((peer, RequestId(message.request_id)), message)
 
     def on_renew(self, message: Renew) -> None:
         """A heartbeat: extend the leases it names and say which of them still stand."""
@@ -296,9 +295,8 @@ class Holder:
             )
 
     def _on_registration_expired(self, key: DeliveryKey) -> None:
-        if self._parted.pop(key, None) is not None:
-            self._rendezvous.withdraw(key)
-            self._space.counts[Counted.STALE_REFUSED] += 1
+        if key in self._partings:
+            self._partings.expire(key)
             return
         registration = self._waiting[key]
         self._space.counts[Counted.REGISTRATIONS_EXPIRED] += 1
@@ -370,23 +368,9 @@ class Holder:
         if peer.state is PeerState.CONNECTED and registration.peer.incarnation == peer.incarnation:
             self._deliveries.acknowledge(registration)
 
-    def _await_hold(self, key: DeliveryKey, message: Cancel | Collected) -> None:
-        """Somebody needs nothing of a hold that is not there. It may be one that has not begun:
-        the engine tells us of it by another way, which has no order with this one (vllm#43509)."""
-        name = message.name
-        # Found by its stripped id alone, it would stand in the way of a retry with the same id.
-        exact = name.transfer_id is not None or name.hold_id is not None
-        full = len(self._parted) >= self._space.limits.max_waiting_registrations
-        if full or not exact or self._ended.find(name) is not None:
-            self._space.counts[Counted.STALE_REFUSED] += 1
-            return
-        self._parted[key] = message
-        self._rendezvous.wait(key, claim_of(name, *key))
-        self._space.set_timer(TimerKind.REGISTRATION, key, self._space.timing.registration_ttl_s)
-
-    def _serve_parted(self, hold: Hold, message: Cancel | Collected) -> None:
+    def _serve_parting(self, hold: Hold, message: Parting) -> None:
         if hold.is_meant_by(message.name):
-            self._serve(hold, message, _how(message))
+            self._serve(hold, message, how(message))
 
     def _has_yet_to_begin(self, name: HoldName) -> bool:
         """Whether it names a hold of this life that our engine has not told us of yet."""
@@ -435,7 +419,7 @@ class Holder:
         """End a finished hold when every rank that needs it is served."""
         if hold.state is not HoldState.HELD or not hold.all_served:
             return
-        if _CANCELLED in hold.served.values():
+        if CANCELLED in hold.served.values():
             self._end(hold, Outcome.SEND_FAILED, "the decode instance cancelled it")
         else:
             self._end(hold, Outcome.SENT, "served")
@@ -481,13 +465,6 @@ class Holder:
     @property
     def _lease_s(self) -> float:
         return self._space.timing.kv_lease_duration
-
-
-def _how(message: Cancel | Collected) -> str:
-    """What it means that a rank needs nothing more, for the story."""
-    if isinstance(message, Cancel):
-        return _CANCELLED
-    return "read" if message.read else "not_needed"
 
 
 def _problem(message: Register) -> str:
