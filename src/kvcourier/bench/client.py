@@ -14,6 +14,14 @@ import httpx
 
 from kvcourier.bench.plan import Way
 from kvcourier.bench.samples import Answered, Failed, Outcome
+from kvcourier.demo.client import (
+    DONE,
+    NOT_DONE,
+    RequestFailed,
+    error_sentence,
+    event_data,
+    read_event,
+)
 from kvcourier.demo.run import MODE_HEADER, TRANSFER_ID_HEADER
 
 _MAX_SHOWN = 300
@@ -59,16 +67,12 @@ async def send(client: httpx.AsyncClient, ask: Ask, timeout_s: float, lag_s: flo
     try:
         async with asyncio.timeout(timeout_s):
             return await _send(client, ask, lag_s)
-    except _Refused as refused:
-        return Failed(str(refused))
+    except RequestFailed as failed:
+        return Failed(str(failed))
     except TimeoutError:
         return Failed(f"not answered in {timeout_s:g} s")
     except httpx.HTTPError as error:
         return Failed(f"{type(error).__name__}: {error}")
-
-
-class _Refused(Exception):
-    """What came is no answer."""
 
 
 async def _send(client: httpx.AsyncClient, ask: Ask, lag_s: float) -> Answered:
@@ -77,7 +81,8 @@ async def _send(client: httpx.AsyncClient, ask: Ask, lag_s: float) -> Answered:
     counted: int | None = None
     async with client.stream("POST", ask.url, content=ask.body, headers=ask.headers) as response:
         if response.status_code != 200:
-            raise _Refused(f"HTTP {response.status_code}: {_sentence(await response.aread())}")
+            sentence = error_sentence(await response.aread(), _MAX_SHOWN)
+            raise RequestFailed(f"HTTP {response.status_code}: {sentence}")
         async for event in _events(response):
             now_s = time.perf_counter() - start_s
             choices = event.get("choices") or ()
@@ -87,7 +92,7 @@ async def _send(client: httpx.AsyncClient, ask: Ask, lag_s: float) -> Answered:
                 counted = usage.get("completion_tokens", counted)
     found = len(token_s) if counted is None else counted
     if found != ask.num_tokens or not token_s:
-        raise _Refused(f"expected {ask.num_tokens} tokens, found {found}")
+        raise RequestFailed(f"expected {ask.num_tokens} tokens, found {found}")
     transfer_id = response.headers.get(TRANSFER_ID_HEADER, "")
     return Answered(sent_unix_s, lag_s, tuple(token_s), transfer_id)
 
@@ -101,29 +106,11 @@ def _num_tokens(choice: Any) -> int:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The events; raises RequestFailed as `read_event`, or if `[DONE]` does not come."""
     async for line in response.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
+        data = event_data(line)
+        if data == DONE:
             return
-        try:
-            event = json.loads(data)
-        except ValueError:
-            event = None
-        if not isinstance(event, dict):
-            raise _Refused(f"an event of the stream is no JSON object: {data[:80]!r}")
-        if "error" in event:
-            raise _Refused(_sentence(data.encode()))
-        yield event
-    raise _Refused("the stream ended before [DONE]")
-
-
-def _sentence(content: bytes) -> str:
-    """The sentence in an OpenAI error body, or the body itself."""
-    try:
-        error = json.loads(content)["error"]
-        text = str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        text = content.decode(errors="replace").strip()
-    return text[:_MAX_SHOWN] or "(no body)"
+        if data is not None:
+            yield read_event(data, _MAX_SHOWN)
+    raise RequestFailed(NOT_DONE)

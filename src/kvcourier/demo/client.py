@@ -14,6 +14,9 @@ import httpx
 
 from kvcourier.errors import KVCourierError
 
+DONE = "[DONE]"
+NOT_DONE = "the stream ended before [DONE]"
+
 
 class RequestFailed(KVCourierError):
     """The request was refused, or its stream ended with an error."""
@@ -75,7 +78,7 @@ def complete(
         ) as response:
             if response.status_code != 200:
                 response.read()
-                raise RequestFailed(f"HTTP {response.status_code}: {_message(response.text)}")
+                raise RequestFailed(f"HTTP {response.status_code}: {error_sentence(response.text)}")
             for event in _events(response):
                 if usage := event.get("usage"):
                     num_prompt_tokens = usage.get("prompt_tokens")
@@ -113,27 +116,42 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
         RequestFailed: an event carries an error or no JSON object, or `[DONE]` does not come.
     """
     for line in response.iter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
+        data = event_data(line)
+        if data == DONE:
             return
-        try:
-            event = json.loads(data)
-        except ValueError:
-            event = None
-        if not isinstance(event, dict):
-            raise RequestFailed(f"an event of the stream is no JSON object: {data[:80]!r}")
-        if "error" in event:
-            raise RequestFailed(_message(data))
-        yield event
-    raise RequestFailed("the stream ended before [DONE]")
+        if data is not None:
+            yield read_event(data)
+    raise RequestFailed(NOT_DONE)
 
 
-def _message(text: str) -> str:
-    """The sentence in an OpenAI error body, or the body itself."""
+def event_data(line: str) -> str | None:
+    """What a line of a stream carries; None if it is no event's."""
+    return line.removeprefix("data:").strip() if line.startswith("data:") else None
+
+
+def read_event(data: str, max_shown: int | None = None) -> dict[str, Any]:
+    """One event of a stream.
+
+    Raises:
+        RequestFailed: it carries an error, or no JSON object.
+    """
     try:
-        error = json.loads(text)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise RequestFailed(f"an event of the stream is no JSON object: {data[:80]!r}")
+    if "error" in event:
+        raise RequestFailed(error_sentence(data, max_shown))
+    return event
+
+
+def error_sentence(content: str | bytes, max_shown: int | None = None) -> str:
+    """The sentence in an OpenAI error body, or the beginning of the body itself."""
+    try:
+        error = json.loads(content)["error"]
+        text = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
-        return text.strip()[:500] or "(no body)"
+        text = content if isinstance(content, str) else content.decode(errors="replace")
+        text = text.strip()[:500]
+    return text[:max_shown] or "(no body)"
