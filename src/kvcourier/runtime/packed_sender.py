@@ -54,6 +54,7 @@ class StreamResult:
     Attributes:
         reason: why it failed; None if all bytes are in the peer's staging memory.
         peer_lost: the failure means that the peer is gone.
+        seconds: from opening the stream to its end.
         post_s: seconds spent in the transport's post calls.
         num_parcels: of the whole transfer.
         num_bytes: of the whole transfer.
@@ -62,6 +63,7 @@ class StreamResult:
     command: PostWrite
     reason: str | None
     peer_lost: bool
+    seconds: float
     post_s: float
     num_parcels: int
     num_bytes: int
@@ -75,6 +77,7 @@ class _Stream:
     parcels: tuple[ParcelRange, ...]
     piece_bytes: tuple[int, ...]
     parcel_bytes: int
+    opened_at: float
     tables: LoadedTables | None = None
     post_s: float = 0.0
     gathers: dict[int, Ticket] = field(default_factory=dict)
@@ -133,9 +136,12 @@ class PackedSender:
         """When `poll` is due at the latest."""
         return self._core.next_deadline()
 
-    def num_parcels(self, segments: list[PackedSide], peer_staging: StagingOffer) -> int:
-        """In how many parcels a WRITE would go; raises MappingError as `open`."""
-        return len(self._parcels(segments, peer_staging))
+    def parcels(
+        self, segments: list[PackedSide], peer_staging: StagingOffer
+    ) -> tuple[ParcelRange, ...]:
+        """The parcels in which a WRITE would go; raises MappingError if a piece is too large."""
+        sizes = [(segment.num_pieces, segment.piece_bytes) for segment in segments]
+        return parcels(sizes, self._parcel_bytes(peer_staging))
 
     def open(
         self,
@@ -143,13 +149,9 @@ class PackedSender:
         agent: AgentName,
         peer_staging: StagingOffer,
         segments: list[PackedSide],
+        parts: tuple[ParcelRange, ...],
     ) -> None:
-        """Start a packed WRITE.
-
-        Raises:
-            MappingError: a piece is larger than a slot.
-        """
-        parts = self._parcels(segments, peer_staging)
+        """Start a packed WRITE in these parcels, which `parcels` gave."""
         stream = StreamId(command.operation_id)
         record = _Stream(
             command,
@@ -158,6 +160,7 @@ class PackedSender:
             parts,
             tuple(segment.piece_bytes for segment in segments),
             self._parcel_bytes(peer_staging),
+            self._clock(),
         )
         self._streams[stream] = record
         self._do(
@@ -208,12 +211,6 @@ class PackedSender:
 
     def _parcel_bytes(self, peer_staging: StagingOffer) -> int:
         return min(self._own_staging.slot_bytes, peer_staging.slot_bytes)
-
-    def _parcels(
-        self, segments: list[PackedSide], peer_staging: StagingOffer
-    ) -> tuple[ParcelRange, ...]:
-        sizes = [(segment.num_pieces, segment.piece_bytes) for segment in segments]
-        return parcels(sizes, self._parcel_bytes(peer_staging))
 
     def _poll_write(
         self, name: StreamId, stream: _Stream, number: int, handle: TransferHandle
@@ -290,6 +287,7 @@ class PackedSender:
                 stream.command,
                 ended.reason,
                 ended.peer_lost,
+                self._clock() - stream.opened_at,
                 stream.post_s,
                 len(stream.parcels),
                 stream.num_bytes,

@@ -74,7 +74,6 @@ class Postings:
         self._observer = observer
         self._clock = clock
         self._flights: dict[OperationId, _Flight] = {}
-        self._opened_at: dict[OperationId, float] = {}
         self._choosers: dict[PeerRank, PathChooser] = {}
 
     @property
@@ -212,23 +211,22 @@ class Postings:
         segments = mapping.pack_source(command)
         num_bytes = sum(segment.num_bytes for segment in segments)
         try:
-            num_parcels = self._packed.num_parcels(segments, staging)
+            parts = self._packed.parcels(segments, staging)
         except MappingError:
             # A piece that is larger than a slot gains nothing by packing.
             return self._post(command, contact, {})
         path, estimates_s = self._chooser(command).choose(
-            mapping.estimate_pieces(command), num_parcels, num_bytes
+            mapping.estimate_pieces(command), len(parts), num_bytes
         )
         if path is TransferPath.DIRECT and not _is_anew(command):
             return self._post(command, contact, estimates_s)
         began = self._clock()
         agent = contact.agent(command.peer.rank)
-        self._packed.open(command, agent, staging, segments)
-        self._opened_at[command.operation_id] = began
+        self._packed.open(command, agent, staging, segments, parts)
         return [
             TransferPosted(
                 command.operation_id,
-                num_parcels,
+                len(parts),
                 num_bytes,
                 self._clock() - began,
                 threading.current_thread().name,
@@ -239,13 +237,14 @@ class Postings:
 
     def _on_stream_ended(self, result: StreamResult) -> list[Event]:
         command = result.command
-        seconds = self._clock() - self._opened_at.pop(command.operation_id)
         if result.reason is None:
             self._observer.posted(
                 Operation.WRITE, result.post_s, result.num_bytes, result.num_parcels
             )
-            self._observer.completed(Operation.WRITE, seconds)
-            self._chooser(command).learn_packed(result.num_parcels, result.num_bytes, seconds)
+            self._observer.completed(Operation.WRITE, result.seconds)
+            self._chooser(command).learn_packed(
+                result.num_parcels, result.num_bytes, result.seconds
+            )
             return [TransferCompleted(command.operation_id)]
         if result.reason.startswith(NO_STAGING) and not _is_anew(command):
             _log.info("%s: %s; the direct path is taken", command.peer, result.reason)

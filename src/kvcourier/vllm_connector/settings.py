@@ -34,6 +34,9 @@ _COURIER = CourierConfig()
 DEFAULT_NUM_THREADS = 4
 """UCX threads, as in vLLM's own connectors; with one, posting scattered blocks takes twice as
 long."""
+DEFAULT_GRANULARITY = Granularity.CHUNK
+"""A layer at a time slows an eager prefill down more than it gains; see docs/benchmarks.md."""
+
 GPU_STAGING = StagingConfig(send_bytes=512 * MIB, receive_bytes=512 * MIB, slot_bytes=128 * MIB)
 CPU_STAGING = StagingConfig()
 """Slots of 128 MiB take 0.4 ms on NVLink; four of them keep it busy."""
@@ -73,7 +76,7 @@ class ConnectorSettings:
     tp_size: int
     recompute_threshold: int
     may_receive: bool
-    granularity: Granularity = Granularity.CHUNK
+    granularity: Granularity = DEFAULT_GRANULARITY
     log_stories: bool = False
 
 
@@ -133,7 +136,7 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
         tp_size=parallel.tensor_parallel_size,
         recompute_threshold=int(_number(extra, "kv_recompute_threshold", 0)),
         may_receive=bool(transfer.is_kv_consumer),
-        granularity=_choice(extra, "granularity", Granularity.CHUNK),
+        granularity=_choice(extra, "granularity", DEFAULT_GRANULARITY),
         log_stories=extra.get("log_stories") is True,
     )
 
