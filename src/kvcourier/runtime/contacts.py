@@ -9,7 +9,7 @@ from kvcourier.errors import PeerLost
 from kvcourier.ids import AgentName, InstanceAddress, PeerRank, Rank
 from kvcourier.layout.geometry import MemoryKind, RankCache
 from kvcourier.runtime.mapping_cache import MappingCache
-from kvcourier.runtime.side_channel import SideChannel
+from kvcourier.runtime.side_channel import Channel
 from kvcourier.transport.interface import Transport
 
 
@@ -76,7 +76,7 @@ class Contact:
 class Contacts:
     """All connected peers of one courier."""
 
-    def __init__(self, own_cache: RankCache, transport: Transport, channel: SideChannel) -> None:
+    def __init__(self, own_cache: RankCache, transport: Transport, channel: Channel) -> None:
         self._own_cache = own_cache
         self._transport = transport
         self._channel = channel

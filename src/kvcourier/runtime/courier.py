@@ -70,7 +70,7 @@ from kvcourier.runtime.metrics import CourierObserver
 from kvcourier.runtime.packed_receiver import PackedReceiver
 from kvcourier.runtime.packed_sender import PackedSender
 from kvcourier.runtime.postings import Postings
-from kvcourier.runtime.side_channel import SideChannel, sender_matches
+from kvcourier.runtime.side_channel import Channel, sender_matches
 from kvcourier.runtime.staging import StagingPair
 from kvcourier.transport.interface import Notification, Transport
 
@@ -107,7 +107,7 @@ class Courier:
         cache: RankCache,
         transport: Transport,
         staging: StagingPair,
-        channel: SideChannel,
+        channel: Channel,
         facts: Facts,
         *,
         config: CourierConfig,
@@ -224,6 +224,13 @@ class Courier:
         self._staging.close()
         self._channel.close()
 
+    def next_deadline(self) -> float | None:
+        """When `step` is due at the latest, on the courier's clock; None if nothing waits for
+        time. What comes in, or ends, is due at once."""
+        parts = (self.endpoint, self._postings, self._receiver)
+        deadlines = (part.next_deadline() for part in parts)
+        return min((at for at in deadlines if at is not None), default=None)
+
     # The loop.
 
     def _run(self) -> None:
@@ -278,10 +285,9 @@ class Courier:
             patience = config.poll_busy_s
         else:
             patience = config.poll_idle_s
-        for part in (self.endpoint, self._postings, self._receiver):
-            deadline = part.next_deadline()
-            if deadline is not None:
-                patience = min(patience, max(0.0, deadline - self._clock()))
+        deadline = self.next_deadline()
+        if deadline is not None:
+            patience = min(patience, max(0.0, deadline - self._clock()))
         return patience
 
     def _handle_call(self, event: EngineEvent) -> None:

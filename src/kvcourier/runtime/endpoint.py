@@ -7,7 +7,6 @@ Refuses to know the engine, and everything the couriers and cores decide.
 import logging
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,7 +40,6 @@ from kvcourier.errors import ParamsError
 from kvcourier.ids import (
     BlockId,
     HoldId,
-    Incarnation,
     Rank,
     RequestId,
     TransferKey,
@@ -52,7 +50,7 @@ from kvcourier.runtime.courier import Courier
 from kvcourier.runtime.metrics import CoreCollector, CourierMetrics, Snapshot
 from kvcourier.runtime.rank import TransportFactory, open_rank
 from kvcourier.runtime.requests import RequestTable
-from kvcourier.runtime.side_channel import HandshakeServer
+from kvcourier.runtime.surroundings import MACHINE, Server, Surroundings
 
 _log = logging.getLogger(__name__)
 _LONGEST_POST_S = 60.0
@@ -68,6 +66,7 @@ class KvEndpoint:
         registry: where metrics go; a new one if None.
         posting: INLINE makes `finish_prefill` and `receive` wait until every rank has posted what
             they lead to.
+        surroundings: time, sockets and threads.
 
     Raises:
         MappingError: the ranks are not a full pp x tp set.
@@ -81,25 +80,27 @@ class KvEndpoint:
         *,
         registry: CollectorRegistry | None = None,
         posting: Posting = Posting.THREAD,
+        surroundings: Surroundings = MACHINE,
     ) -> None:
         self.config = config
         self.registry = registry or CollectorRegistry()
-        self.incarnation = Incarnation(uuid.uuid4().hex)
+        self.incarnation = surroundings.new_incarnation()
         self._caches = {cache.rank: cache for cache in caches}
         self._tp_size, self._pp_size = handshake.topology([cache.rank for cache in caches])
         self._transport_factory = transport_factory
         self._posting = posting
+        self._surroundings = surroundings
         self._metrics = CourierMetrics(self.registry)
         self.registry.register(CoreCollector(self.snapshots))
         self._couriers: dict[Rank, Courier] = {}
-        self._server: HandshakeServer | None = None
+        self._server: Server | None = None
         self._requests = RequestTable(frozenset(self._caches), self._abandon)
         self._reports: deque[Report] = deque()
         self._on_report: Callable[[], None] = lambda: None
         self._num_holds = 0
         self._computing: dict[RequestId, tuple[HoldId, TransferKey | None]] = {}
         self._lock = threading.Lock()
-        self._unix_offset_s = time.time() - time.monotonic()
+        self._unix_offset_s = time.time() - surroundings.clock()
         self._closed = False
 
     # Life.
@@ -114,7 +115,7 @@ class KvEndpoint:
         self._on_report = on_report
         config = self.config
         try:
-            self._server = HandshakeServer(
+            self._server = self._surroundings.open_server(
                 config.side_channel_host,
                 config.side_channel_port,
                 lambda payload: handshake.answer(payload, self._offer),
@@ -136,7 +137,7 @@ class KvEndpoint:
             ranks=offers,
         )
         for courier in self._couriers.values():
-            courier.start()
+            self._surroundings.run(courier)
         self._server.start()
 
     def close(self) -> None:
@@ -322,6 +323,7 @@ class KvEndpoint:
             observer=self._metrics,
             on_report=lambda report: self._on_rank_report(rank, report),
             on_death=lambda: self._on_report(),
+            surroundings=self._surroundings,
         )
         self._couriers[rank] = courier
         return offer

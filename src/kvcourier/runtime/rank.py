@@ -15,8 +15,8 @@ from kvcourier.layout.geometry import GroupGeometries, RankCache
 from kvcourier.runtime.courier import Courier
 from kvcourier.runtime.engine_link import EngineToken
 from kvcourier.runtime.metrics import CourierObserver
-from kvcourier.runtime.side_channel import SideChannel
 from kvcourier.runtime.staging import open_staging_pair
+from kvcourier.runtime.surroundings import MACHINE, Surroundings
 from kvcourier.transport.interface import Transport
 
 TransportFactory = Callable[[AgentName], Transport]
@@ -34,6 +34,7 @@ def open_rank(
     on_report: Callable[[Report], None],
     on_death: Callable[[], None],
     engine_token: EngineToken | None = None,
+    surroundings: Surroundings = MACHINE,
 ) -> tuple[Courier, handshake.RankOffer]:
     """Register a rank's memory and open its sockets; the courier is not started.
 
@@ -42,6 +43,7 @@ def open_rank(
         server_port: where the instance's handshake server listens, told to peers.
         engine_token: proves that an engine call over the side channel is our own scheduler's;
             None where the engine calls `Courier.submit` itself.
+        surroundings: time and sockets.
 
     Raises:
         ConfigError: a socket or the transport cannot be opened.
@@ -51,7 +53,9 @@ def open_rank(
     transport = transport_factory(AgentName(f"{config.engine_id}:{incarnation[:12]}:{cache.rank}"))
     staging = open_staging_pair(cache, config.courier.staging)
     transport.register([*cache.regions, *staging.regions])
-    channel = SideChannel(me, config.side_channel_host, config.limits.max_message_bytes)
+    channel = surroundings.open_channel(
+        me, config.side_channel_host, config.limits.max_message_bytes
+    )
     courier = Courier(
         Endpoint(
             me,
@@ -73,6 +77,7 @@ def open_rank(
         on_report=on_report,
         on_death=on_death,
         engine_token=engine_token,
+        clock=surroundings.clock,
     )
     offer = handshake.rank_offer(
         cache,

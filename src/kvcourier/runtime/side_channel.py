@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import zmq
 
@@ -77,11 +78,48 @@ class HandshakeServer:
                 _log.warning("handshake answer dropped: %s", error)
 
 
+class Channel(Protocol):
+    """One rank's way to its peers, as a courier uses it; see `SideChannel`, the real one."""
+
+    port: int
+    """Where peers reach this rank."""
+
+    def wake(self) -> None:
+        """Make a running or the next `wait` return at once; from any thread."""
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Until a message, a wake-up or the time-out."""
+
+    def messages(self) -> list[tuple[bytes, bytes]]:
+        """Take what has come: (identity of the sender's socket or b"" for an answer, payload)."""
+
+    def connect(self, peer: PeerRank, host: str, port: int) -> None:
+        """Open a way to a peer rank. Raises RemoteProtocolError for a host that is none."""
+
+    def disconnect(self, peer: PeerRank) -> None:
+        """Close that way; unknown peers are fine."""
+
+    def send(self, peer: PeerRank, payload: bytes) -> bool:
+        """Send; False if there is no way. True promises nothing."""
+
+    def ask(self, address: InstanceAddress, payload: bytes) -> None:
+        """Send a handshake request. Raises RemoteProtocolError for a host that is none."""
+
+    def answers(self) -> list[tuple[InstanceAddress, bytes]]:
+        """Take the handshake answers that have come; each ends its request."""
+
+    def drop(self, address: InstanceAddress) -> None:
+        """Give a handshake up; unknown ones are fine."""
+
+    def close(self) -> None:
+        """Close everything; idempotent."""
+
+
 class SideChannel:
     """One rank's sockets: an inbox peers send to, and outgoing sockets to known peers."""
 
     def __init__(self, me: PeerRank, host: str, max_message_bytes: int) -> None:
-        self._identity = _identity(me)
+        self._identity = identity_of(me)
         self._max_message_bytes = max_message_bytes
         self._context = zmq.Context()
         self._poller = zmq.Poller()
@@ -156,7 +194,7 @@ class SideChannel:
             if socket is not None:
                 socket.send(payload, zmq.DONTWAIT)
             else:
-                self._inbox.send_multipart([_identity(peer), payload], zmq.DONTWAIT)
+                self._inbox.send_multipart([identity_of(peer), payload], zmq.DONTWAIT)
         except zmq.ZMQError:
             return False
         return True
@@ -212,14 +250,15 @@ class SideChannel:
 
 def sender_matches(identity: bytes, peer: PeerRank) -> bool:
     """Whether a message's claimed sender owns the socket it came from."""
-    return identity in (b"", _identity(peer))
+    return identity in (b"", identity_of(peer))
 
 
 def _readable(socket: "zmq.Socket[bytes]") -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
-def _identity(peer: PeerRank) -> bytes:
+def identity_of(peer: PeerRank) -> bytes:
+    """What a rank's sockets say who they are."""
     return f"{peer.incarnation}/{peer.rank}".encode()
 
 
