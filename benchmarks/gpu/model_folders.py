@@ -13,8 +13,16 @@ _END, _PAD = "<end>", "<pad>"
 _SHAPES = {
     "0.6b": (1024, 3072, 28, 16, True),
     "8b": (4096, 12288, 36, 32, False),
+    "32b": (5120, 25600, 64, 64, False),
 }
+_NUM_KV_HEADS, _HEAD_DIM, _DTYPE_BYTES = 8, 128, 2
 SIZES = tuple(_SHAPES)
+
+
+def kv_bytes_per_token(size: str) -> int:
+    """Bytes of KV cache that one token of one of SIZES takes."""
+    num_layers = _SHAPES[size][2]
+    return num_layers * 2 * _NUM_KV_HEADS * _HEAD_DIM * _DTYPE_BYTES
 
 
 def write_model_folder(parent: Path, size: str) -> Path:
@@ -29,8 +37,8 @@ def write_model_folder(parent: Path, size: str) -> Path:
         "intermediate_size": mlp_width,
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
+        "num_key_value_heads": _NUM_KV_HEADS,
+        "head_dim": _HEAD_DIM,
         "vocab_size": VOCAB_SIZE,
         "max_position_embeddings": 40_960,
         "rms_norm_eps": 1e-6,

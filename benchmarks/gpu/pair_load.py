@@ -119,9 +119,13 @@ class RequestFailed(Exception):
     """A request that a client would not call answered; the text says what came instead."""
 
 
+Outcomes = Sequence[Sample | RequestFailed]
+"""What became of each request of a load, in its order."""
+
+
 async def run(
     target: Target, way: Way, traffic: Traffic, output_tokens: int, timeout_s: float
-) -> list[Sample | RequestFailed]:
+) -> Outcomes:
     """Send all of the traffic at its times, whether or not earlier requests were answered."""
     start = time.perf_counter()
 

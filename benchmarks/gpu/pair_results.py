@@ -9,11 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pair_load import Cell, RequestFailed, Sample, spread
+from pair_load import Cell, Outcomes, RequestFailed, Sample, spread
 
-_METRICS = ("ttft", "after_prefill", "tpot")
+from kvcourier.bench.stats import paired_ratio
+
+METRICS = ("ttft", "after_prefill", "tpot")
 _STATISTIC = "p50"
-_KEYS = ("model", "connector", "input_tokens", "qps", "requests")
+_KEYS = ("model", "connector", "input_tokens", "qps", "requests", "cache")
+FRESH, USED = "fresh", "used"
+"""State of the caches: blocks come in order, or in the order in which earlier requests left them.
+"""
 # A file is one run's, so what it was run with may not change half-way; the day may.
 _MAY_DIFFER = ("date", "command")
 
@@ -23,28 +28,61 @@ class ResultsError(Exception):
 
 
 def make_row(
-    model: str, connector: str, cell: Cell, outcomes: Sequence[Sample | RequestFailed]
+    model: str, connector: str, cell: Cell, cache: str, rounds: Sequence[Outcomes]
 ) -> dict[str, Any]:
-    """One row; times in ms, of the answered requests, None if there are none."""
+    """One row; times in ms, of the answered requests, None if there are none.
+
+    The samples of each round are beside them, with None for a request that failed: two connectors
+    of one way met the same prompts at the same places.
+    """
+    outcomes = [each for outcomes in rounds for each in outcomes]
     samples = [each for each in outcomes if isinstance(each, Sample)]
     failures = [each for each in outcomes if isinstance(each, RequestFailed)]
     spreads = {
         metric: spread([v for each in samples if (v := getattr(each, f"{metric}_ms")) is not None])
-        for metric in _METRICS
+        for metric in METRICS
     }
     row: dict[str, Any] = {
         "model": model,
         "input_tokens": cell.input_tokens,
         "qps": cell.qps,
         "connector": connector,
-        **{f"{metric}_ms": _rounded(spreads[metric][_STATISTIC]) for metric in _METRICS},
+        "cache": cache,
+        **{f"{metric}_ms": _rounded(spreads[metric][_STATISTIC]) for metric in METRICS},
         "failures": len(failures),
         "requests": cell.requests,
     }
-    for metric in _METRICS:
+    for metric in METRICS:
         for name, value in spreads[metric].items():
             row[f"{metric}_{name}_ms"] = _rounded(value)
+    row["samples"] = [
+        {
+            metric: [_rounded(getattr(each, f"{metric}_ms", None)) for each in outcomes]
+            for metric in METRICS
+        }
+        for outcomes in rounds
+    ]
     return row | {"first_failure": str(failures[0]) if failures else None}
+
+
+def of_vllm(row: Mapping[str, Any], vllm: Mapping[str, Any]) -> dict[str, list[float]]:
+    """A row's times over those of vLLM's connector of the same way, on the same prompts.
+
+    Per metric the geometric mean over prompts and its 95 % interval (bootstrap over prompts).
+    """
+    found = {}
+    for metric in METRICS:
+        pairs = [
+            [(theirs, ours)]
+            for ours_of_round, theirs_of_round in zip(row["samples"], vllm["samples"], strict=True)
+            for ours, theirs in zip(ours_of_round[metric], theirs_of_round[metric], strict=True)
+            if ours is not None and theirs is not None
+        ]
+        ratio = paired_ratio(pairs)
+        if ratio is not None:
+            estimate = ratio.estimate
+            found[metric] = [round(x, 3) for x in (estimate.value, estimate.low, estimate.high)]
+    return found
 
 
 def show_row(row: Mapping[str, Any]) -> str:
@@ -56,9 +94,12 @@ def show_row(row: Mapping[str, Any]) -> str:
 
     line = (
         f"{row['model']:>4} {row['input_tokens']:>6} tokens, {row['qps']:g}/s "
-        f"{row['connector']:14} TTFT {times('ttft')}  after prefill {times('after_prefill')}  "
-        f"TPOT {times('tpot')} ms  failures {row['failures']}/{row['requests']}"
+        f"{row['cache']:5} {row['connector']:14} TTFT {times('ttft')}  "
+        f"after prefill {times('after_prefill')}  TPOT {times('tpot')} ms  "
+        f"failures {row['failures']}/{row['requests']}"
     )
+    for metric, (ratio, low, high) in (row.get("of_vllm") or {}).items():
+        line += f"\n  {metric} is {ratio:.2f} ({low:.2f} to {high:.2f}) of vLLM's"
     return f"{line}\n  first failure: {row['first_failure']}" if row["first_failure"] else line
 
 
@@ -78,9 +119,9 @@ class ResultFile:
             self._load()
         self._save()
 
-    def has(self, model: str, connector: str, cell: Cell) -> bool:
+    def has(self, model: str, connector: str, cell: Cell, cache: str) -> bool:
         """Whether the file holds this measurement."""
-        wanted = (model, connector, cell.input_tokens, cell.qps, cell.requests)
+        wanted = (model, connector, cell.input_tokens, cell.qps, cell.requests, cache)
         return any(tuple(row[key] for key in _KEYS) == wanted for row in self._rows)
 
     def add(self, row: dict[str, Any]) -> None:

@@ -83,7 +83,7 @@ class ServerPair:
     """Starts both servers on entering and stops them on leaving, whatever happened between.
 
     Raises:
-        ServerFailed: a port is taken, or a server did not become healthy.
+        ServerFailed: a port is taken.
     """
 
     def __init__(self, spec: PairSpec) -> None:
@@ -96,7 +96,6 @@ class ServerPair:
         try:
             for server in self._spec.servers:
                 self._running[server.name] = await self._start(server)
-            await self._until_healthy()
         except BaseException:
             await self._stop()
             raise
@@ -104,6 +103,16 @@ class ServerPair:
 
     async def __aexit__(self, *_exception: object) -> None:
         await self._stop()
+
+    def pause(self) -> None:
+        """Stop both servers where they are: pairs that wait take nothing from the one measured."""
+        for process in self._running.values():
+            _signal_group(process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them run again."""
+        for process in self._running.values():
+            _signal_group(process.pid, signal.SIGCONT)
 
     def check(self) -> None:
         """Go on only if both servers run.
@@ -164,7 +173,12 @@ class ServerPair:
                 start_new_session=True,
             )
 
-    async def _until_healthy(self) -> None:
+    async def until_healthy(self) -> None:
+        """Wait until both serve.
+
+        Raises:
+            ServerFailed: one ended, or it takes too long.
+        """
         deadline = time.monotonic() + self._spec.start_timeout_s
         waiting = list(self._spec.servers)
         while waiting:
@@ -182,6 +196,7 @@ class ServerPair:
 
     async def _stop(self) -> None:
         """End both process groups: politely, then not; bounded."""
+        self.resume()
         processes = list(self._running.values())
         for number, patience_s in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, _STOP_S)):
             for process in processes:

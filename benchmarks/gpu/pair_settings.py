@@ -24,12 +24,15 @@ from pair_load import Cell, Way, parse_cells
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_OUT = Path(__file__).with_name("results") / "vllm-pairs.json"
 DEFAULT_CELLS = "2000:2:24,2000:6:24,16000:2:16,16000:6:24"
+DEFAULT_KV_CACHE_GIB = 20
 
 _COURIER = {
     "kv_connector": "CourierConnector",
     "kv_connector_module_path": "kvcourier.vllm_connector",
 }
 # Configurations of P and of D. One pair with our connector serves both modes.
+PAIR_PORTS = 10
+"""From a pair's ports to the next pair's: all pairs of a model are up at the same time."""
 SERVERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nixl-pull": ({"kv_connector": "NixlConnector", "kv_role": "kv_both"},) * 2,
     "kvcourier": (_COURIER | {"kv_role": "kv_producer"}, _COURIER | {"kv_role": "kv_consumer"}),
@@ -41,8 +44,11 @@ CONNECTORS = {
     "kvcourier-pull": ("kvcourier", Way.PULL),
     "kvcourier-push": ("kvcourier", Way.PUSH),
     "vllm-push": ("nixl-push", Way.PUSH),
-    "single": ("nixl-pull", Way.SINGLE),
+    "single": ("kvcourier", Way.SINGLE),
 }
+
+# What each of ours is compared with: vLLM's of the same way.
+COUNTERPARTS = {"kvcourier-pull": "vllm-pull", "kvcourier-push": "vllm-push"}
 
 EAGER = ("--enforce-eager",)
 # Decode steps as one graph each; nothing is compiled, so a start takes seconds longer and not
@@ -66,8 +72,13 @@ class Settings:
     """Everything that a run is told."""
 
     models: tuple[str, ...]
-    connectors: tuple[str, ...]
+    servers: dict[str, tuple[dict[str, Any], dict[str, Any]]]
+    connectors: dict[str, tuple[str, Way]]
     cells: tuple[Cell, ...]
+    fresh_cells: tuple[Cell, ...]
+    rounds: int
+    one_at_a_time: bool
+    kv_cache_gib: float
     out: Path
     resume: bool
     commit: str
@@ -78,7 +89,7 @@ class Settings:
     request_timeout_s: float
     start_timeout_s: float
     work_folder: Path
-    kvcourier_extra: dict[str, Any]
+    variants: dict[str, dict[str, Any]]
     server_flags: tuple[str, ...]
     decode_eager: bool
     server_command: tuple[str, ...] | None
@@ -101,7 +112,10 @@ def make_header(settings: Settings) -> dict[str, Any]:
         "commit": settings.commit,
         "seed": settings.seed,
         "output_tokens": settings.output_tokens,
-        "kvcourier_extra_config": settings.kvcourier_extra,
+        "rounds": settings.rounds,
+        "one_at_a_time": settings.one_at_a_time,
+        "kv_cache_gib": settings.kv_cache_gib,
+        "variants": settings.variants,
         "server_flags": list(settings.server_flags),
         "prefill_flags": list(EAGER),
         "decode_flags": list(EAGER if settings.decode_eager else DECODE_GRAPHS),
@@ -119,7 +133,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
     add = parser.add_argument
     add("--models", default=",".join(SIZES), help="of %(default)s, in this order")
     add("--connectors", default=",".join(CONNECTORS), help="of %(default)s")
+    add(
+        "--variants",
+        default="{}",
+        metavar="JSON",
+        help="NAME to kv_connector_extra_config: kvcourier-pull@NAME and -push@NAME run as well",
+    )
     add("--cells", default=DEFAULT_CELLS, help="TOKENS:QPS:REQUESTS,..., most important first")
+    add("--fresh-cells", default="", help="measured first, while blocks are still in order")
+    add("--rounds", type=int, default=2, help="turns that the connectors take in a cell")
+    add("--one-at-a-time", action="store_true", help="pairs one after another: a model is large")
+    add("--kv-cache-gib", type=float, default=DEFAULT_KV_CACHE_GIB, help="of each server")
     add("--out", type=Path, default=DEFAULT_OUT, metavar="FILE", help="result file")
     add("--resume", action="store_true", help="go on with the result file")
     add("--commit", default=None, help="what is measured; git is asked if not given")
@@ -130,7 +154,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
     add("--request-timeout", type=float, default=90.0, metavar="S")
     add("--start-timeout", type=float, default=240.0, metavar="S")
     add("--work-folder", type=Path, default=Path("/tmp/kvcourier-vllm-pairs"), help="models, logs")
-    add("--kvcourier-extra", default="{}", metavar="JSON", help="kv_connector_extra_config")
     add("--server-flags", default="", help="further flags of both servers, as one text")
     add("--decode-eager", action="store_true", help="no CUDA graphs on the decode server")
     add("--server-command", default=None, help="instead of python -m vllm...api_server")
@@ -139,18 +162,33 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
     given = parser.parse_args(arguments)
     try:
         command = shlex.split(given.server_command) if given.server_command else None
-        extra = json.loads(given.kvcourier_extra)
-        if not isinstance(extra, dict):
-            raise ValueError(f"--kvcourier-extra: expected a JSON object, found {extra!r}")
+        servers, connectors, variants = _with_variants(given.variants)
         if given.output_tokens < 2:
             raise ValueError(
                 f"--output-tokens: expected 2 or more, found {given.output_tokens}; "
                 "one token has no TPOT"
             )
+        cells = tuple(parse_cells(given.cells))
+        fresh_cells = tuple(parse_cells(given.fresh_cells)) if given.fresh_cells else ()
+        if not 1 <= given.rounds <= min(cell.requests for cell in cells + fresh_cells):
+            raise ValueError(
+                f"--rounds: expected 1 to the least number of requests, found {given.rounds}"
+            )
         return Settings(
             models=_some_of("--models", given.models, SIZES),
-            connectors=_some_of("--connectors", given.connectors, tuple(CONNECTORS)),
-            cells=tuple(parse_cells(given.cells)),
+            servers=servers,
+            connectors={
+                name: connectors[name]
+                for name in (
+                    *_some_of("--connectors", given.connectors, tuple(CONNECTORS)),
+                    *(name for name in connectors if name not in CONNECTORS),
+                )
+            },
+            cells=cells,
+            fresh_cells=fresh_cells,
+            rounds=given.rounds,
+            one_at_a_time=given.one_at_a_time,
+            kv_cache_gib=given.kv_cache_gib,
             out=given.out,
             resume=given.resume,
             commit=given.commit or _output("git", "-C", str(REPOSITORY), "rev-parse", "HEAD"),
@@ -161,7 +199,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
             request_timeout_s=given.request_timeout,
             start_timeout_s=given.start_timeout,
             work_folder=given.work_folder,
-            kvcourier_extra=extra,
+            variants=variants,
             server_flags=tuple(shlex.split(given.server_flags)),
             decode_eager=given.decode_eager,
             server_command=tuple(command) if command else None,
@@ -170,6 +208,20 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
         )
     except ValueError as error:
         parser.error(str(error))
+
+
+def _with_variants(text: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Servers and connectors with those of the variants, and the variants."""
+    variants = json.loads(text)
+    if not isinstance(variants, dict) or not all(isinstance(x, dict) for x in variants.values()):
+        raise ValueError(f"--variants: expected a JSON object of objects, found {text}")
+    servers, connectors = dict(SERVERS), dict(CONNECTORS)
+    for name, extra in variants.items():
+        p, d = ({**config, "kv_connector_extra_config": extra} for config in SERVERS["kvcourier"])
+        servers[f"kvcourier@{name}"] = (p, d)
+        for way in (Way.PULL, Way.PUSH):
+            connectors[f"kvcourier-{way}@{name}"] = (f"kvcourier@{name}", way)
+    return servers, connectors, variants
 
 
 def _some_of(flag: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:

@@ -3,20 +3,33 @@
 Decides which servers run when, and in which order cells are measured. How it is run and what the
 numbers mean is in README.md beside this file.
 
+All pairs of a model are up at the same time, and in each cell the connectors take turns while the
+processes of the other pairs are stopped: what the machine does meanwhile hits all alike.
+
     python3 benchmarks/gpu/vllm_pairs.py --models 0.6b,8b --cells 2000:2:24,16000:6:24
 """
 
 import asyncio
 import contextlib
 import itertools
+import math
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Container, Sequence
+from dataclasses import dataclass
 
-from model_folders import VOCAB_SIZE, write_model_folder
-from pair_load import Cell, RequestFailed, Sample, Target, make_traffic, run
-from pair_results import ResultFile, ResultsError, make_row, show_row
+from model_folders import VOCAB_SIZE, kv_bytes_per_token, write_model_folder
+from pair_load import Cell, Outcomes, RequestFailed, Target, Way, make_traffic, run
+from pair_results import (
+    FRESH,
+    USED,
+    ResultFile,
+    ResultsError,
+    make_row,
+    of_vllm,
+    show_row,
+)
 from pair_servers import (
     DECODE_ENGINE_ID,
     HOST,
@@ -28,10 +41,10 @@ from pair_servers import (
     ServerSpec,
 )
 from pair_settings import (
-    CONNECTORS,
+    COUNTERPARTS,
     DECODE_GRAPHS,
     EAGER,
-    SERVERS,
+    PAIR_PORTS,
     Settings,
     make_header,
     parse_arguments,
@@ -40,14 +53,24 @@ from pair_settings import (
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_CELLS_LEFT = 0, 1, 2, 3
 
 WARM_UP_REQUESTS = 4
-# What a start, or the end of a cell, may take beyond its arrivals, before time is seen to be up.
-_START_S = 110.0
-_TAIL_S = 20.0
+# What a start, or the end of a round, may take beyond its arrivals, before time is seen to be up.
+_START_S = 150.0
+_TAIL_S = 12.0
 _SETTLE_S = 5.0
+# Prompts of both lengths at once leave a cache in which blocks are given out in no order.
+_USE_UP_LENGTHS = (1.0, 0.13)
 
 
 class TimeUp(Exception):
     """What is next would not end within the time limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One cell, and in which state it finds the caches."""
+
+    cell: Cell
+    cache: str
 
 
 class Benchmark:
@@ -58,103 +81,207 @@ class Benchmark:
         self._results = results
         self._ends_at = time.monotonic() + settings.time_limit_s
         self._failed = False
+        self._plans = [
+            *(Plan(cell, FRESH) for cell in settings.fresh_cells),
+            *(Plan(cell, USED) for cell in settings.cells),
+        ]
 
     async def run(self) -> int:
         """Measure; returns the exit status."""
+        kinds = dict.fromkeys(servers for servers, _ in self._settings.connectors.values())
+        groups = [(each,) for each in kinds] if self._settings.one_at_a_time else [tuple(kinds)]
         try:
-            for model, servers in itertools.product(self._settings.models, SERVERS):
-                todo = self._todo(model, servers)
-                if todo:
-                    await self._measure_pair(model, servers, todo)
+            for model, group in itertools.product(self._settings.models, groups):
+                await self._measure_group(model, group)
         except TimeUp as reason:
             say(f"stopped early: {reason}; run again with --resume for what is left")
             return EXIT_CELLS_LEFT
         return EXIT_FAILED if self._failed else EXIT_DONE
 
-    def _todo(self, model: str, servers: str) -> list[tuple[Cell, str]]:
-        """What is to be measured on a pair: all connectors of a cell before the next cell."""
-        connectors = [name for name in self._settings.connectors if CONNECTORS[name][0] == servers]
+    def _todo(self, model: str, plan: Plan, pairs: Container[str]) -> list[str]:
+        """The connectors that a cell is still to be measured with, on these pairs."""
         return [
-            (cell, connector)
-            for cell, connector in itertools.product(self._settings.cells, connectors)
-            if not self._results.has(model, connector, cell)
+            name
+            for name in self._on(pairs)
+            if not self._results.has(model, name, plan.cell, plan.cache)
         ]
 
-    async def _measure_pair(self, model: str, servers: str, todo: list[tuple[Cell, str]]) -> None:
-        self._need(_START_S + _duration_s(todo[0][0]), f"starting the {servers} pair of {model}")
-        say(f"starting the {servers} pair of {model} for {len(todo)} measurements")
+    async def _measure_group(self, model: str, group: tuple[str, ...]) -> None:
+        """Start these pairs and measure all cells, the connectors by turns."""
+        todo = [plan for plan in self._plans if self._todo(model, plan, group)]
+        if not todo:
+            return
+        self._need(_START_S, f"starting the pairs of {model}")
+        say(f"starting {', '.join(group)} of {model} for {len(todo)} cells")
         began = time.monotonic()
-        try:
-            async with ServerPair(self._spec(model, servers)) as pair:
-                say(f"healthy after {time.monotonic() - began:.0f} s")
-                warm: set[tuple[str, int]] = set()
-                for cell, connector in todo:
-                    self._need(_duration_s(cell), f"cell {cell} of {connector}")
-                    if (connector, cell.input_tokens) not in warm:
-                        warm.add((connector, cell.input_tokens))
-                        await self._warm_up(pair, connector, cell)
-                    await self._measure(pair, model, connector, cell)
-        except ServerFailed as failure:
-            self._failed = True
-            say(f"the {servers} pair of {model} failed: {failure}")
+        async with contextlib.AsyncExitStack() as stack:
+            pairs: dict[str, ServerPair] = {}
+            for name in group:
+                pair = ServerPair(self._spec(model, name))
+                try:
+                    pairs[name] = await stack.enter_async_context(pair)
+                except ServerFailed as failure:
+                    self._fail(model, name, failure)
+            for name, pair in list(pairs.items()):
+                try:
+                    await pair.until_healthy()
+                except ServerFailed as failure:
+                    self._fail(model, name, failure)
+                    del pairs[name]
+            say(f"healthy after {time.monotonic() - began:.0f} s")
+            for pair in pairs.values():
+                pair.pause()
+            await self._measure_cells(model, pairs, todo)
 
-    async def _measure(self, pair: ServerPair, model: str, connector: str, cell: Cell) -> None:
-        """Measure one row; a server that ends under the load is a result as well.
+    def _fail(self, model: str, name: str, failure: ServerFailed) -> None:
+        self._failed = True
+        say(f"the {name} pair of {model} failed: {failure}")
+
+    async def _measure_cells(
+        self, model: str, pairs: dict[str, ServerPair], todo: list[Plan]
+    ) -> None:
+        warm: set[tuple[str, int]] = set()
+        used_up = False
+        for plan in todo:
+            if plan.cache == USED and not used_up:
+                used_up = True
+                for name in self._on(pairs):
+                    async with self._turn(model, name, pairs) as pair:
+                        await self._use_up(pair, model, name)
+            outcomes: dict[str, list[Outcomes]] = {}
+            for round_number in range(self._settings.rounds):
+                # Each round begins with another connector, so that none is always first.
+                names = self._todo(model, plan, pairs)
+                shift = round_number % max(1, len(names))
+                for name in names[shift:] + names[:shift]:
+                    if self._settings.connectors[name][0] not in pairs:
+                        continue
+                    self._need(self._round_s(plan.cell), f"cell {plan.cell} of {name}")
+                    async with self._turn(model, name, pairs) as pair:
+                        # In a fresh cache, as little as connects the pair.
+                        length = plan.cell.input_tokens if plan.cache == USED else 16
+                        if (name, length) not in warm:
+                            warm.add((name, length))
+                            await self._warm_up(pair, name, length)
+                        rows = outcomes.setdefault(name, [])
+                        await self._measure(pair, name, plan, round_number, rows)
+            rows = {
+                name: make_row(model, name, plan.cell, plan.cache, rounds)
+                for name, rounds in outcomes.items()
+            }
+            for name, row in rows.items():
+                theirs = rows.get(COUNTERPARTS.get(name.partition("@")[0], ""))
+                if theirs is not None and len(theirs["samples"]) == len(row["samples"]):
+                    row["of_vllm"] = of_vllm(row, theirs)
+                self._results.add(row)
+                say(show_row(row))
+
+    def _on(self, pairs: Container[str]) -> list[str]:
+        connectors = self._settings.connectors.items()
+        return [name for name, (servers, _) in connectors if servers in pairs]
+
+    @contextlib.asynccontextmanager
+    async def _turn(
+        self, model: str, connector: str, pairs: dict[str, ServerPair]
+    ) -> AsyncIterator[ServerPair]:
+        """A connector's pair runs and the others wait; a pair that fails is out."""
+        name = self._settings.connectors[connector][0]
+        pair = pairs[name]
+        pair.resume()
+        try:
+            pair.check()
+            yield pair
+        except ServerFailed as failure:
+            del pairs[name]
+            self._fail(model, name, failure)
+        else:
+            pair.pause()
+
+    async def _measure(
+        self,
+        pair: ServerPair,
+        connector: str,
+        plan: Plan,
+        round_number: int,
+        rounds: list[Outcomes],
+    ) -> None:
+        """Measure one round; a server that ends under the load is a result as well.
 
         Raises:
             ServerFailed: a server ended.
         """
-        pair.check()
+        cell = self._part(plan.cell, round_number)
         # Both connectors of a way meet the same prompts.
-        purpose = CONNECTORS[connector][1].value
-        ended: ServerFailed | None = None
-        outcomes: Sequence[Sample | RequestFailed]
+        purpose = f"{self._settings.connectors[connector][1].value} {plan.cache} {round_number}"
         try:
-            outcomes = await self._load(pair, connector, cell, purpose)
-        except ServerFailed as failure:
-            ended = failure
-            outcomes = [RequestFailed("a server ended")] * cell.requests
-        row = make_row(model, connector, cell, outcomes)
-        self._results.add(row)
-        say(show_row(row))
-        if ended is not None:
-            raise ended
-        if row["failures"]:
+            rounds.append(await self._load(pair, connector, cell, purpose))
+        except ServerFailed:
+            rounds.append([RequestFailed("a server ended")] * cell.requests)
+            raise
+        if any(isinstance(each, RequestFailed) for each in rounds[-1]):
             # Connections break before the process that had them is gone; the next cell is not to
             # blame for it.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_SETTLE_S):
                     await pair.until_failed()
 
-    async def _warm_up(self, pair: ServerPair, connector: str, cell: Cell) -> None:
+    def _part(self, cell: Cell, round_number: int) -> Cell:
+        """The requests of one round."""
+        each, more = divmod(cell.requests, self._settings.rounds)
+        return Cell(cell.input_tokens, cell.qps, each + (round_number < more))
+
+    def _round_s(self, cell: Cell) -> float:
+        return self._part(cell, 0).requests / cell.qps + _TAIL_S
+
+    async def _warm_up(self, pair: ServerPair, connector: str, input_tokens: int) -> None:
         """First one alone, which also connects the pair, then some at once."""
         for requests in (1, WARM_UP_REQUESTS - 1):
-            warm_up = Cell(cell.input_tokens, 1000.0, requests)
-            outcomes = await self._load(pair, connector, warm_up, f"warm-up {connector}")
-            for failure in outcomes:
-                if isinstance(failure, RequestFailed):
-                    say(f"warm-up of {connector} at {cell.input_tokens} tokens: {failure}")
+            warm_up = Cell(input_tokens, 1000.0, requests)
+            await self._prepare(pair, connector, warm_up, f"warm-up {connector}")
 
-    async def _load(
-        self, pair: ServerPair, connector: str, cell: Cell, purpose: str
-    ) -> Sequence[Sample | RequestFailed]:
+    async def _use_up(self, pair: ServerPair, model: str, connector: str) -> None:
+        """Hand out every block of both caches once, to prompts of different lengths."""
+        servers, way = self._settings.connectors[connector]
+        if way is Way.SINGLE:
+            return
+        sharing = [each for each in self._settings.connectors.values() if each[0] == servers]
+        ways = sum(each is not Way.SINGLE for _, each in sharing)
+        tokens = self._settings.kv_cache_gib * (1 << 30) / kv_bytes_per_token(model) / ways
+        longest = max(cell.input_tokens for cell in self._settings.cells)
+        lengths = [max(1, int(longest * share)) for share in _USE_UP_LENGTHS]
+        cells = [
+            Cell(length, 1000.0, math.ceil(tokens / len(lengths) / length)) for length in lengths
+        ]
+        began = time.monotonic()
+        await asyncio.gather(
+            *(self._prepare(pair, connector, cell, f"use up {connector}") for cell in cells)
+        )
+        say(f"{connector}: every block was used once after {time.monotonic() - began:.1f} s")
+
+    async def _prepare(self, pair: ServerPair, connector: str, cell: Cell, purpose: str) -> None:
+        for failure in await self._load(pair, connector, cell, purpose):
+            if isinstance(failure, RequestFailed):
+                say(f"{purpose} at {cell.input_tokens} tokens: {failure}")
+
+    async def _load(self, pair: ServerPair, connector: str, cell: Cell, purpose: str) -> Outcomes:
         """The outcomes of a cell; a server that ends is the end of it.
 
         Raises:
             ServerFailed: a server ended.
         """
         settings = self._settings
+        ports, side_channel_ports = self._ports(self._settings.connectors[connector][0])
         target = Target(
             model=MODEL_NAME,
             vocab_size=VOCAB_SIZE,
             host=HOST,
-            prefill_port=settings.ports[0],
-            decode_port=settings.ports[1],
+            prefill_port=ports[0],
+            decode_port=ports[1],
             engine_id=PREFILL_ENGINE_ID,
-            side_channel_port=settings.side_channel_ports[0],
+            side_channel_port=side_channel_ports[0],
         )
         traffic = make_traffic(cell, VOCAB_SIZE, settings.seed, purpose)
-        way = CONNECTORS[connector][1]
+        way = self._settings.connectors[connector][1]
         load = asyncio.create_task(
             run(target, way, traffic, settings.output_tokens, settings.request_timeout_s)
         )
@@ -169,6 +296,12 @@ class Benchmark:
                 task.cancel()
             await asyncio.gather(load, death, return_exceptions=True)
 
+    def _ports(self, servers: str) -> tuple[tuple[int, int], tuple[int, int]]:
+        """HTTP and side channel ports of a pair: P's and D's."""
+        step = PAIR_PORTS * list(self._settings.servers).index(servers)
+        (p, d), (side_p, side_d) = self._settings.ports, self._settings.side_channel_ports
+        return (p + step, d + step), (side_p + step, side_d + step)
+
     def _need(self, seconds: float, what: str) -> None:
         left = self._ends_at - time.monotonic()
         if seconds > left:
@@ -176,19 +309,16 @@ class Benchmark:
 
     def _spec(self, model: str, servers: str) -> PairSpec:
         settings = self._settings
-        configs = [dict(config) for config in SERVERS[servers]]
-        if servers == "kvcourier" and settings.kvcourier_extra:
-            for config in configs:
-                config["kv_connector_extra_config"] = settings.kvcourier_extra
-        longest = max(cell.input_tokens for cell in settings.cells) + settings.output_tokens
+        configs = settings.servers[servers]
+        cells = settings.cells + settings.fresh_cells
+        longest = max(cell.input_tokens for cell in cells) + settings.output_tokens
         specs = [
             ServerSpec(name, engine_id, gpu, port, side_channel_port, config, flags)
             for name, engine_id, gpu, port, side_channel_port, config, flags in zip(
                 ("prefill", "decode"),
                 (PREFILL_ENGINE_ID, DECODE_ENGINE_ID),
                 settings.gpus,
-                settings.ports,
-                settings.side_channel_ports,
+                *self._ports(servers),
                 configs,
                 (EAGER, EAGER if settings.decode_eager else DECODE_GRAPHS),
                 strict=True,
@@ -203,7 +333,12 @@ class Benchmark:
             log_folder=settings.work_folder,
             log_name=f"{model}-{servers}",
             start_timeout_s=settings.start_timeout_s,
-            flags=settings.server_flags,
+            flags=(
+                # vLLM's own measure of free memory is wrong while its neighbours start.
+                *("--kv-cache-memory-bytes", str(int(settings.kv_cache_gib * (1 << 30)))),
+                *("--gpu-memory-utilization", "0.2"),
+                *settings.server_flags,
+            ),
             **command,
         )
 
@@ -233,10 +368,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return asyncio.run(until_told_to_stop())
     say("stopped")
     return EXIT_FAILED
-
-
-def _duration_s(cell: Cell) -> float:
-    return cell.requests / cell.qps + _TAIL_S
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ import pytest
 import vllm_pairs
 from model_folders import SIZES, VOCAB_SIZE, write_model_folder
 from pair_load import Cell, RequestFailed, Sample
-from pair_results import ResultFile, ResultsError, make_row, show_row
+from pair_results import ResultFile, ResultsError, make_row, of_vllm, show_row
 from pair_servers import _group_lives
+from pair_settings import CONNECTORS, PAIR_PORTS, SERVERS
 
 from benchmarks.fake_vllm import ENDS_AT, ENDS_TOKENS, REFUSED_TOKENS
 
@@ -28,23 +29,31 @@ ROW_KEYS = {
 }
 
 
+def free_ports(num_together: int, num_pairs: int) -> range:
+    """Ports of all pairs, outside of what outgoing connections take."""
+    for first in range(20_000 + os.getpid() % 400 * 25, 32_000, 100):
+        ports = range(first, first + PAIR_PORTS * num_pairs + num_together)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in ports:
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return ports
+    raise AssertionError("no free ports")
+
+
 class Host:
     """A folder to work in, free ports, and the benchmark's command line."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.out = folder / "results" / "vllm-pairs.json"
-        with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(socket.socket()) for _ in range(4)]
-            for each in sockets:
-                each.bind(("127.0.0.1", 0))
-            self.ports = [str(each.getsockname()[1]) for each in sockets]
+        self.ports = [str(port) for port in free_ports(2 * PAIR_PORTS, len(SERVERS))[:4]]
 
     def arguments(self, *flags: str) -> list[str]:
         return [
             *("--models", "0.6b", "--out", str(self.out), "--work-folder", str(self.folder)),
             *("--server-command", shlex.join([sys.executable, str(FAKE)]), "--commit", "c1"),
             *("--ports", ",".join(self.ports[:2]), "--output-tokens", "3"),
+            *("--kv-cache-gib", "0.0001"),
             *("--side-channel-ports", ",".join(self.ports[2:]), *flags),
         ]
 
@@ -80,13 +89,14 @@ def test_every_connector_on_every_cell_with_one_pair_per_class(host: Host) -> No
     assert header["versions"].keys() >= {"vllm", "nixl", "torch", "kvcourier"}
     assert header.keys() >= {"gpu", "seed", "date"}
     assert [(row["connector"], row["input_tokens"], row["requests"]) for row in rows] == [
-        *(("vllm-pull", 9, 3), ("single", 9, 3), ("vllm-pull", 20, 2), ("single", 20, 2)),
-        *(("kvcourier-pull", 9, 3), ("kvcourier-push", 9, 3)),
-        *(("kvcourier-pull", 20, 2), ("kvcourier-push", 20, 2)),
-        *(("vllm-push", 9, 3), ("vllm-push", 20, 2)),
+        (connector, *cell) for cell in ((9, 3), (20, 2)) for connector in CONNECTORS
     ]
     for row in rows:
         assert row.keys() >= ROW_KEYS
+        assert row["cache"] == "used"
+        # Both rounds, each with its half of the requests.
+        assert [len(each["ttft"]) for each in row["samples"]] == [row["requests"] - 1, 1]
+        assert ("of_vllm" in row) == row["connector"].startswith("kvcourier")
         assert row["failures"] == 0
         assert row["ttft_ms"] == row["ttft_p50_ms"] > 0
         assert (row["after_prefill_ms"] is None) == (row["connector"] == "single")
@@ -105,7 +115,9 @@ def test_every_connector_on_every_cell_with_one_pair_per_class(host: Host) -> No
     for (_, engine_id), server in started.items():
         index = "pd".index(engine_id)
         assert server["gpu"] == str(index)
-        assert server["side_channel"] == host.ports[2 + index]
+        assert server["side_channel"] in {
+            str(int(host.ports[2 + index]) + PAIR_PORTS * pair) for pair in range(len(SERVERS))
+        }
         assert {"--no-enable-prefix-caching", "dummy"} <= set(server["argv"])
         # Prefill as it is, decode steps as CUDA graphs; the same for every connector.
         assert ("--enforce-eager" in server["argv"]) == (engine_id == "p")
@@ -125,6 +137,35 @@ def test_what_was_measured_is_not_measured_again(host: Host) -> None:
     assert host.run(*more) == vllm_pairs.EXIT_DONE
     assert len(host.started()) == num_started == 4
     assert host.content()[1] == rows
+
+
+@pytest.mark.slow
+def test_a_variant_has_servers_and_rows_of_its_own(host: Host) -> None:
+    flags = ("--fresh-cells", "9:200:2", "--cells", "9:200:2", "--connectors", "vllm-push")
+    variants = ("--variants", json.dumps({"direct": {"transfer_path": "direct"}}))
+    assert host.run(*flags, *variants) == vllm_pairs.EXIT_DONE
+    header, rows = host.content()
+    assert header["variants"] == {"direct": {"transfer_path": "direct"}}
+    names = ["vllm-push", "kvcourier-pull@direct", "kvcourier-push@direct"]
+    assert [(row["cache"], row["connector"]) for row in rows] == [
+        (cache, name) for cache in ("fresh", "used") for name in names
+    ]
+    # Compared with what vLLM has of the same way, if that was measured.
+    assert ["of_vllm" in row for row in rows] == [False, False, True] * 2
+    extras = [each["kv"].get("kv_connector_extra_config") for each in host.started()]
+    assert extras.count({"transfer_path": "direct"}) == 2
+
+
+def test_the_ratio_is_of_the_same_prompts() -> None:
+    theirs = make_row("8b", "vllm-pull", CELL, "used", [OUTCOMES])
+    ours = [Sample(15.0, None, 5.0), Sample(1.0, 1.0, 1.0), Sample(5.0, 0.5, 7.0)]
+    row = make_row("8b", "kvcourier-pull", CELL, "used", [ours])
+    ratios = of_vllm(row, theirs)
+    # The second prompt has no counterpart, and the first no time after prefill.
+    assert ratios["ttft"] == [0.5, 0.5, 0.5]
+    assert ratios["after_prefill"][0] == 0.5
+    assert ratios["tpot"] == [1.0, 1.0, 1.0]
+    assert "ttft is 0.50 (0.50 to 0.50) of vLLM's" in show_row(row | {"of_vllm": ratios})
 
 
 @pytest.mark.slow
@@ -225,13 +266,15 @@ def test_a_signal_leaves_no_server_behind(host: Host, number: signal.Signals) ->
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (("--models", "70b"), "--models: expected some of 0.6b, 8b, found '70b'"),
+        (("--models", "70b"), "--models: expected some of 0.6b, 8b, 32b, found '70b'"),
         (("--connectors", "vllm"), "--connectors: expected some of vllm-pull"),
         (("--cells", "9:1"), "cell: expected TOKENS:QPS:REQUESTS, found '9:1'"),
         (("--gpus", "0"), "--gpus: expected two"),
         (("--ports", "1,x"), "--ports: expected two"),
-        (("--kvcourier-extra", "[1]"), "--kvcourier-extra: expected a JSON object"),
-        (("--kvcourier-extra", "{"), "Expecting property name"),
+        (("--variants", "[1]"), "--variants: expected a JSON object of objects"),
+        (("--variants", '{"a": 1}'), "--variants: expected a JSON object of objects"),
+        (("--variants", "{"), "Expecting property name"),
+        (("--rounds", "0"), "--rounds: expected 1 to"),
         (("--output-tokens", "1"), "one token has no TPOT"),
     ],
 )
@@ -249,7 +292,7 @@ OUTCOMES = [Sample(30.0, 3.0, 5.0), RequestFailed("no"), Sample(10.0, 1.0, 7.0)]
 
 
 def test_a_row_is_of_the_answered_requests() -> None:
-    row = make_row("8b", "vllm-pull", CELL, OUTCOMES)
+    row = make_row("8b", "vllm-pull", CELL, "used", [OUTCOMES])
     assert {key: row[key] for key in ROW_KEYS} == {
         "model": "8b",
         "input_tokens": 2000,
@@ -271,13 +314,13 @@ def test_the_file_is_whole_after_every_row(tmp_path: Path) -> None:
     path = tmp_path / "new" / "out.json"
     results = ResultFile(path, {"commit": "c1"}, resume=False)
     assert len(json.loads(path.read_text())) == 1
-    results.add(make_row("8b", "vllm-pull", CELL, OUTCOMES))
+    results.add(make_row("8b", "vllm-pull", CELL, "used", [OUTCOMES]))
     assert len(json.loads(path.read_text())) == 2
-    assert results.has("8b", "vllm-pull", CELL)
-    assert not results.has("8b", "vllm-push", CELL)
-    assert not results.has("8b", "vllm-pull", Cell(2000, 2.0, 4))
-    assert ResultFile(path, {"commit": "c1"}, resume=True).has("8b", "vllm-pull", CELL)
-    assert not ResultFile(path, {"commit": "c1"}, resume=False).has("8b", "vllm-pull", CELL)
+    assert results.has("8b", "vllm-pull", CELL, "used")
+    assert not results.has("8b", "vllm-push", CELL, "used")
+    assert not results.has("8b", "vllm-pull", Cell(2000, 2.0, 4), "used")
+    assert ResultFile(path, {"commit": "c1"}, resume=True).has("8b", "vllm-pull", CELL, "used")
+    assert not ResultFile(path, {"commit": "c1"}, resume=False).has("8b", "vllm-pull", CELL, "used")
 
 
 def test_a_file_of_another_setup_is_not_continued(tmp_path: Path) -> None:
