@@ -32,6 +32,23 @@ def test_top_k_and_top_p_keep_only_likely_tokens() -> None:
     assert set(draws(50, temperature=5.0, seed=1, top_k=1)) == {1}
 
 
+def test_a_pick_depends_on_the_seed_and_its_number_alone() -> None:
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=3)
+    whole = TokenSampler(params, EOS)
+    expected = [sample(LOGITS.clone(), [whole])[0] for _ in range(20)]
+    assert len(set(expected)) > 1
+    for num_before in (1, 7):
+        rest = TokenSampler(params, EOS)
+        rest.num_sampled = num_before
+        found = [sample(LOGITS.clone(), [rest])[0] for _ in range(20 - num_before)]
+        assert found == expected[num_before:]
+
+
+def test_seeds_that_share_their_low_bits_differ() -> None:
+    assert draws(30, temperature=1.0, seed=1) != draws(30, temperature=1.0, seed=1 + 2**32)
+    assert draws(30, temperature=1.0) != draws(30, temperature=1.0)
+
+
 def test_min_tokens_hides_stop_tokens_until_then() -> None:
     greedy = TokenSampler(
         SamplingParams(max_tokens=9, min_tokens=2, stop_token_ids=frozenset({1})), EOS

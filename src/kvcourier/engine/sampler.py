@@ -1,9 +1,12 @@
 """How the next token is picked from logits.
 
-Decides greedy and random picks. Refuses to know models and scheduling. Every request has a random
-generator of its own and is sampled row by row, so its result does not depend on the batch.
+Decides greedy and random picks. Refuses to know models and scheduling. A pick depends on the
+request's seed, on how many came before it and on the logits alone: not on the batch, nor on which
+instance made those before.
 """
 
+import hashlib
+import secrets
 from collections.abc import Sequence
 
 import torch
@@ -20,13 +23,8 @@ class TokenSampler:
         if not params.ignore_eos:
             self.stop_token_ids |= eos_token_ids
         self.num_sampled = 0
-        self._generator: torch.Generator | None = None
-        if params.temperature > 0:
-            self._generator = torch.Generator()
-            if params.seed is None:
-                self._generator.seed()
-            else:
-                self._generator.manual_seed(params.seed)
+        self._seed = secrets.randbits(64) if params.seed is None else params.seed
+        self._generator = torch.Generator() if params.temperature > 0 else None
 
     @property
     def is_greedy(self) -> bool:
@@ -38,9 +36,19 @@ class TokenSampler:
         is_early = self.num_sampled < self._params.min_tokens
         return self.stop_token_ids if is_early else frozenset()
 
+    @property
+    def first_pick(self) -> tuple[object, ...]:
+        """All that the first pick depends on, besides the logits; what has no say is left out."""
+        params = self._params
+        forbidden = sorted(self.stop_token_ids) if params.min_tokens > 0 else []
+        if self.is_greedy:
+            return (forbidden,)
+        return forbidden, params.temperature, params.top_p, params.top_k, params.seed
+
     def pick(self, logits: torch.Tensor) -> int:
         """Draw one token from the logits of one position, shape [vocab_size], on any device."""
         assert self._generator is not None, "greedy rows are picked together"
+        self._generator.manual_seed(_seed_of_pick(self._seed, self.num_sampled))
         logits = logits.to(device="cpu", dtype=torch.float32) / self._params.temperature
         # Stable, so that equal logits keep their order on every machine.
         logits, order = torch.sort(logits, descending=True, stable=True)
@@ -53,6 +61,12 @@ class TokenSampler:
             probabilities = torch.where(before < self._params.top_p, probabilities, 0.0)
         choice = torch.multinomial(probabilities, 1, generator=self._generator)
         return int(order[choice])
+
+
+def _seed_of_pick(seed: int, number: int) -> int:
+    # Mixed, as the generator uses 32 bits of what it is given.
+    digest = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 @torch.inference_mode()
