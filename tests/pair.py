@@ -4,7 +4,7 @@ Everything in transit is an `Item` in `Pair.items`; nothing moves until the test
 invariants of the style guide are checked after every step.
 
 S1  no block is released while a posted operation on it is not terminal
-S2  "received" means every byte came from the matched source
+S2  "received" means every byte came from the matched source, and so did the continuation
 S3  a tile is posted once an epoch, and only when all of it is written
 S4  each request gets at most one terminal report per side, and one release if it gave blocks
 """
@@ -283,8 +283,10 @@ class Pair:
         timing: Timing | None = None,
         *,
         written_pulls: bool = False,
+        continues: bool = True,
     ) -> None:
         self.now = 0.0
+        self.continues = continues
         self.items: list[Item] = []
         self.prompts: dict[RequestId, tuple[str, TokenSpan, BlockGroups]] = {}
         """Per D request: the prompt it must get, where, in which blocks."""
@@ -301,6 +303,7 @@ class Pair:
         self._lost: dict[Incarnation, InstanceAddress] = {}
         self._hold_ids: dict[str, HoldId] = {}
         self._num_held: dict[str, int] = {}
+        self._continuations: dict[str, str | None] = {}
         for side in self.sides.values():
             side.start()
 
@@ -372,7 +375,11 @@ class Pair:
             self._compute(begun, num_tokens, None)
             blocks = begun.held(self.prefill, num_tokens)
         self.note_held(request_id, num_tokens)
-        self.engine(self.prefill, PrefillFinished(RequestId(request_id), blocks, num_tokens))
+        # Of a prompt as of a request: any of a prompt's holds may be the one that is got.
+        told = f"after {self.content(prompt)}" if self.continues else None
+        for name in (request_id, prompt):
+            self._continuations[name] = told
+        self.engine(self.prefill, PrefillFinished(RequestId(request_id), blocks, num_tokens, told))
         return blocks
 
     def note_hold_id(self, request_id: str, hold_id: HoldId) -> None:
@@ -409,6 +416,7 @@ class Pair:
             hold_id,
             Incarnation(hold_id.split(":")[0]),
             None,
+            continuation=self._continuations.get(holder_request_id),
         )
 
     def want(self, request_id: str, intent: PullIntent | PushIntent) -> None:
@@ -674,6 +682,7 @@ class Pair:
             prompt, span, blocks = self.prompts[report.request_id]
             wrong = side.wrong(rank, self.content(prompt), blocks, span)
             assert not wrong, f"S2: {report.request_id} received, but {wrong[:3]}"
+            assert report.continuation == self._continuations.get(prompt), f"S2: {report}"
         if side.is_over(report.request_id):
             side.free += side.lent.pop(report.request_id, [])
 

@@ -51,6 +51,14 @@ def test_without_faults_everything_completes(transfer, written_pulls, shapes):
     pair.settle()
 
 
+@pytest.mark.parametrize("transfer", [push, pull])
+def test_a_holder_may_have_no_continuation(transfer):
+    pair = Pair(continues=False)
+    transfer(pair)
+    pair.deliver_all()
+    assert pair.decode.outcomes("d1") == RECEIVED
+
+
 @pytest.mark.parametrize("cached_blocks", [0, 1, 2])
 @pytest.mark.parametrize("transfer", [push, pull])
 def test_a_partial_prefix_hit_moves_the_tail_only(transfer, cached_blocks):

@@ -102,6 +102,17 @@ def test_kv_to_read():
     )
 
 
+def test_a_continuation_is_kept_as_it_is():
+    intent = parse_params(PULL | {"remote_continuation": "7:abc"}, LIMITS)
+    assert isinstance(intent, PullIntent) and intent.continuation == "7:abc"
+
+
+@pytest.mark.parametrize("value", ["", "x" * 257, "a\nb", 7, ["7"]])
+def test_a_continuation_is_a_short_text(value):
+    with pytest.raises(ParamsError, match="remote_continuation"):
+        parse_params(PULL | {"remote_continuation": value}, LIMITS)
+
+
 def test_vllms_own_keys_are_enough_for_a_pull():
     params = {
         "do_remote_prefill": True,

@@ -108,6 +108,27 @@ def test_what_is_sent_at_once(zoo: Zoo, shape: str, granularity: str, path: str,
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("off", ["p", "d", ""])
+def test_first_token_seeding_of_either_side(zoo: Zoo, off: str, sampling: str, mode: str) -> None:
+    fields = SAMPLINGS[sampling]
+    sides = [
+        zoo.instance(role, **({"first_token_seeding": False} if role == off else {}))
+        for role in ("p", "d")
+    ]
+    pair = Pair(*sides)
+    name = f"seeding-{off}-{sampling}-{mode}"
+    prompts = [prompt_of(length, name) for length in (BLOCK_SIZE, 2 * CHUNK_TOKENS + 3)]
+    alone = zoo.instance("single").engine
+    expected = generate(alone, prompts, max_tokens=NUM_TOKENS, **fields)
+    before = pair.decode.engine.stats()["first_tokens_seeded"]
+    assert pair.ask(mode, name, prompts, **fields) == expected
+    pair.wait_idle()
+    seeded = pair.decode.engine.stats()["first_tokens_seeded"] - before
+    assert seeded == (0 if off else len(prompts))
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_the_same_prompt_again(zoo: Zoo, mode: str) -> None:
     pair = Pair(zoo.instance("p"), zoo.instance("d"))
     prompt = prompt_of(100, mode)
@@ -123,13 +144,15 @@ def test_through_the_router(cluster: Cluster, single: Engine, sampling: str, mod
     prompts = [prompt_of(length, f"router-{sampling}-{mode}") for length in LENGTHS]
     expected = generate(single, prompts, max_tokens=NUM_TOKENS, **fields)
     assert len({tuple(tokens) for tokens in expected}) == len(prompts)
-    before = cluster.decode.metric("kvcourier:kv_received_total")
+    counters = ("kvcourier:kv_received_total", "kvcourier:first_tokens_seeded_total")
+    before = [cluster.decode.metric(counter) for counter in counters]
     for prompt, tokens in zip(prompts, expected, strict=True):
         answer = cluster.router.ask(prompt, mode, **fields)
         assert answer.token_ids == tokens
         assert answer.response.headers["x-kv-mode"] == mode
     cluster.wait_idle()
-    assert cluster.decode.metric("kvcourier:kv_received_total") - before == len(prompts) - 1
+    for counter, count in zip(counters, before, strict=True):
+        assert cluster.decode.metric(counter) - count == len(prompts) - 1, counter
 
 
 @pytest.mark.parametrize("mode", MODES)

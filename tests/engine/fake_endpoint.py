@@ -79,6 +79,7 @@ class Hold:
     request_id: RequestId
     blocks: list[int] | None = None
     num_tokens: int = 0
+    continuation: str | None = None
     is_over: bool = False
 
 
@@ -114,7 +115,7 @@ class FakeWire:
                     want.endpoint.memory, hold.blocks, want.blocks, want.span
                 )
                 self.num_moved_tokens += len(want.span)
-                self.end_want(key, Outcome.RECEIVED)
+                self.end_want(key, Outcome.RECEIVED, continuation=hold.continuation)
                 self.end_hold(key, Outcome.SENT)
 
     def fail(self, key: str, reason: str, *, release: bool = True) -> None:
@@ -122,11 +123,17 @@ class FakeWire:
             self.end_want(key, Outcome.RECEIVE_FAILED, reason, release=release)
 
     def end_want(
-        self, key: str, outcome: Outcome | None, reason: str = "", *, release: bool = True
+        self,
+        key: str,
+        outcome: Outcome | None,
+        reason: str = "",
+        *,
+        release: bool = True,
+        continuation: str | None = None,
     ) -> None:
         want = self.wants[key]
         want.is_over = True
-        want.endpoint.report(want.request_id, outcome, reason)
+        want.endpoint.report(want.request_id, outcome, reason, continuation)
         if release and want.blocks is not None:
             want.endpoint.release(want.request_id)
 
@@ -200,7 +207,11 @@ class FakeEndpoint:
             self._note("roll_back", request_id)
 
     def finish_prefill(
-        self, request_id: RequestId, block_ids: Sequence[Sequence[int]], num_tokens: int
+        self,
+        request_id: RequestId,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int,
+        continuation: str | None = None,
     ) -> dict[str, Any]:
         with self._wire.lock:
             self._note("finish_prefill", request_id)
@@ -208,6 +219,7 @@ class FakeEndpoint:
             (blocks,) = block_ids
             assert len(blocks) == -(-num_tokens // self.memory.block_size)
             hold.blocks, hold.num_tokens = list(blocks), num_tokens
+            hold.continuation = continuation
             self.owned[request_id] = list(blocks)
             want = self._wire.wants.get(self._key(request_id))
             if want is not None and want.is_over:
@@ -280,10 +292,17 @@ class FakeEndpoint:
             reports, self._reports = self._reports, []
             return reports
 
-    def report(self, request_id: RequestId, outcome: Outcome | None, reason: str = "") -> None:
+    def report(
+        self,
+        request_id: RequestId,
+        outcome: Outcome | None,
+        reason: str = "",
+        continuation: str | None = None,
+    ) -> None:
         with self._wire.lock:
             if outcome is not None:
-                self._reports.append(Report(request_id, outcome, reason))
+                told = Report(request_id, outcome, reason, continuation=continuation)
+                self._reports.append(told)
                 self._on_report()
 
     def release(self, request_id: RequestId) -> None:

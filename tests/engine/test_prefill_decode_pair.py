@@ -41,22 +41,24 @@ class Pair:
     prefill: Side
     decode: Side
 
-    def start_prefill(self, name: str, prompt: tuple[int, ...], max_tokens: int = 1) -> Listener:
+    def start_prefill(
+        self, name: str, prompt: tuple[int, ...], max_tokens: int = 1, **sampling: Any
+    ) -> Listener:
         intent = HoldIntent(TransferId(name))
-        return submit(
-            self.prefill.engine, f"p/{name}", prompt, intent=intent, max_tokens=max_tokens
-        )
+        sampling = {"max_tokens": max_tokens} | sampling
+        return submit(self.prefill.engine, f"p/{name}", prompt, intent=intent, **sampling)
 
-    def start_push(self, name: str, prompt: tuple[int, ...]) -> Listener:
+    def start_push(self, name: str, prompt: tuple[int, ...], **sampling: Any) -> Listener:
         intent = PushIntent(HOLDER, None, TransferId(name))
-        return submit(self.decode.engine, f"d/{name}", prompt, intent=intent, max_tokens=NUM_TOKENS)
+        sampling = {"max_tokens": NUM_TOKENS} | sampling
+        return submit(self.decode.engine, f"d/{name}", prompt, intent=intent, **sampling)
 
     def start_pull(
         self,
         name: str,
         prompt: tuple[int, ...],
         params: dict[str, Any],
-        max_tokens: int = NUM_TOKENS,
+        **sampling: Any,
     ) -> Listener:
         (blocks,) = params["remote_block_ids"]
         intent = PullIntent(
@@ -68,7 +70,8 @@ class Pair:
             incarnation=None,
             transfer_id=TransferId(name),
         )
-        return submit(self.decode.engine, f"d/{name}", prompt, intent=intent, max_tokens=max_tokens)
+        sampling = {"max_tokens": NUM_TOKENS} | sampling
+        return submit(self.decode.engine, f"d/{name}", prompt, intent=intent, **sampling)
 
     def pull(self, name: str, prompt: tuple[int, ...]) -> list[int]:
         params = self.start_prefill(name, prompt).finish().kv_transfer_params

@@ -140,13 +140,25 @@ def test_blocks_being_received_are_not_shared_before_they_came() -> None:
     assert third.blocks[:2] == first.blocks[:2]
 
 
+def test_a_known_next_token_gets_its_block_before_it_is_computed() -> None:
+    scheduler = make_scheduler(4)
+    remote = make_sequence(1, 2 * BLOCK_SIZE, Phase.WANTING)
+    scheduler.add(remote)
+    scheduler.admit_remote()
+    scheduler.received(remote, next_is_known=True)
+    assert len(remote.blocks) == 2
+    remote.tokens.append(7)
+    assert run_step(scheduler) == [(1, 2 * BLOCK_SIZE, 1)]
+    assert len(remote.blocks) == 3
+
+
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(
     requests=st.lists(
         st.tuples(
             st.integers(1, 30),  # prompt
             st.integers(1, 10),  # answer
-            st.sampled_from(["local", "remote", "lost", "abort"]),
+            st.sampled_from(["local", "remote", "seeded", "lost", "abort"]),
             st.integers(0, 2),  # which prefix
         ),
         min_size=1,
@@ -176,7 +188,8 @@ def test_everybody_finishes_and_blocks_have_one_owner(
     for _ in range(2000):
         if pending and world.random() < 0.5:
             index, (num_tokens, _, kind, prefix) = pending.pop(0)
-            phase = Phase.WANTING if kind in ("remote", "lost") else Phase.WAITING
+            wanted = kind in ("remote", "seeded", "lost")
+            phase = Phase.WANTING if wanted else Phase.WAITING
             live[str(index)] = make_sequence(index, num_tokens, phase, seed=prefix)
             scheduler.add(live[str(index)])
         scheduler.admit_remote()
@@ -184,6 +197,9 @@ def test_everybody_finishes_and_blocks_have_one_owner(
             if world.random() < 0.5:
                 if kinds[sequence.request_id] == "remote":
                     scheduler.received(sequence)
+                elif kinds[sequence.request_id] == "seeded":
+                    scheduler.received(sequence, next_is_known=True)
+                    sequence.tokens.append(7)
                 else:
                     late.append(sequence.request_id)
                     scheduler.compute_instead(sequence)

@@ -193,6 +193,17 @@ def test_received_is_told_when_the_last_rank_has_let_go():
     ]
 
 
+@pytest.mark.parametrize(
+    ("ones", "twos", "told"), [("a", "a", "a"), ("a", "b", None), ("a", None, None)]
+)
+def test_a_continuation_is_told_if_all_ranks_have_the_same(ones, twos, told):
+    table = both_ranks()
+    for rank, continuation in ((ONE, ones), (TWO, twos)):
+        table.report(rank, Report(R, Outcome.RECEIVED, continuation=continuation))
+        reports = table.report(rank, Report(R, Outcome.RELEASED))
+    assert reports[0] == Report(R, Outcome.RECEIVED, continuation=told)
+
+
 def test_the_first_failed_rank_is_told_at_once_and_makes_the_others_give_up():
     given_up: list[RequestId] = []
     table = both_ranks(given_up.append)

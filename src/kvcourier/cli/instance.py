@@ -66,6 +66,7 @@ class InstanceSettings:
     staging_mib: int
     staging_slot_mib: int
     granularity: Granularity
+    first_token_seeding: bool
     kv_lease_duration: float
     push_registration_timeout: float
     kv_load_failure_policy: LoadFailurePolicy
@@ -176,6 +177,7 @@ def make_engine_config(settings: InstanceSettings) -> "EngineConfig":
         kv_load_failure_policy=settings.kv_load_failure_policy.value,
         kv_recompute_threshold=settings.kv_recompute_threshold,
         granularity=settings.granularity.value,
+        first_token_seeding=settings.first_token_seeding,
         num_cpu_threads=settings.cpu_threads,
         fragment=settings.fragment,
     )

@@ -163,6 +163,13 @@ def serve(
             "chunk when it is computed, or each layer of the last chunk as well."
         ),
     ] = Granularity.LAYER,
+    first_token_seeding: Annotated[
+        bool,
+        typer.Option(
+            help="Send the first token, which was sampled after the prompt, along with its KV, and "
+            "go on from one that came."
+        ),
+    ] = True,
     kv_lease_duration: Annotated[
         float,
         typer.Option(help="Seconds to keep KV for a decode instance that is silent."),
@@ -253,6 +260,7 @@ def serve(
             staging_mib=staging_mib,
             staging_slot_mib=staging_slot_mib,
             granularity=granularity,
+            first_token_seeding=first_token_seeding,
             kv_lease_duration=kv_lease_duration,
             push_registration_timeout=push_registration_timeout,
             kv_load_failure_policy=kv_load_failure_policy,

@@ -192,6 +192,7 @@ class Deliveries:
             route=index,
             epoch=delivery.epoch,
             layers=None if tile.layers == route.layers else list(tile.layers),
+            continuation=delivery.hold.continuation,
         )
         self._space.emit(
             PostWrite(

@@ -75,11 +75,15 @@ class PrefillRolledBack:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFinished:
-    """The KV of positions [0, num_tokens) is written in these blocks, which are ours now."""
+    """The KV of positions [0, num_tokens) is written in these blocks, which are ours now.
+
+    `continuation` is for the wanter's engine, see `Report`.
+    """
 
     request_id: RequestId
     block_ids: BlockGroups
     num_tokens: int
+    continuation: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

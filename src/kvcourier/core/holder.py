@@ -139,6 +139,7 @@ class Holder:
         hold.state = step(HOLD, hold.state, HoldEvent.PREFILL_FINISHED, event.request_id)
         hold.block_ids, hold.num_tokens, hold.lent = event.block_ids, event.num_tokens, True
         hold.write(event.block_ids, event.num_tokens, None)
+        hold.continuation = event.continuation
         self._space.note(
             event.request_id,
             "prefill_finished",

@@ -105,6 +105,7 @@ class Hold:
     Attributes:
         num_tokens: positions that `block_ids` hold for some layer at least.
         lent: `block_ids` are kept for us; the engine is owed RELEASED.
+        continuation: what our engine gave for the wanter's when prefill finished.
         written: positions written of single layers, where these are ahead of `written_of_all`.
         bound: the one request that may have it.
         needed: ranks of its instance that take something from ours.
@@ -118,6 +119,7 @@ class Hold:
     block_ids: BlockGroups = ()
     num_tokens: int = 0
     lent: bool = False
+    continuation: str | None = None
     written_of_all: int = 0
     written: dict[int, int] = field(default_factory=dict)
     deliveries: dict[DeliveryKey, Delivery] = field(default_factory=dict)

@@ -25,9 +25,10 @@ from kvcourier.ids import (
 )
 from kvcourier.layout.geometry import TokenSpan
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """1: first version. 2: offers have cache groups and staging memory, lists of block ids begin with
-the window, packed streams, a `Landed` with a newer epoch voids older ones."""
+the window, packed streams, a `Landed` with a newer epoch voids older ones. 3: a `Landed` may carry
+a continuation."""
 
 REGISTRATION_PREFIX = b"PUSH_REG:"
 """Starts a registration's notification, as in vLLM, so that a foreign one is recognised."""
@@ -110,7 +111,8 @@ class Landed(Message, frozen=True, tag="landed"):
     `request_id` is the wanter's. `route` numbers the routes between the two ranks, in the order
     both sides compute them (layout.routes). `layers` are global indices, None for all the route
     covers; tokens are absolute positions. With a newer `epoch` than before, all that has landed
-    for this transfer from this rank is void: the prompt is computed anew.
+    for this transfer from this rank is void: the prompt is computed anew. `continuation` is what
+    the holder's engine gave for the wanter's, if the prompt was finished when this was posted.
     """
 
     sender: SenderFields
@@ -120,6 +122,7 @@ class Landed(Message, frozen=True, tag="landed"):
     route: Index = 0
     epoch: Index = 0
     layers: list[Index] | None = None
+    continuation: Text | None = None
 
 
 class Fail(Message, frozen=True, tag="fail"):

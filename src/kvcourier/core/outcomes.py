@@ -49,6 +49,8 @@ class Report:
         reason: a sentence for the failed ones, else empty.
         side: which end of a transfer the request is.
         block_ids: for RELEASED, the blocks that were handed over, per cache group.
+        continuation: for RECEIVED, what the holder's engine gave for going on from its last token,
+            if it did; opaque to everybody in between.
     """
 
     request_id: RequestId
@@ -56,3 +58,4 @@ class Report:
     reason: str = ""
     side: Side | None = None
     block_ids: tuple[tuple[BlockId, ...], ...] = ()
+    continuation: str | None = None

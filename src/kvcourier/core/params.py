@@ -63,6 +63,7 @@ class PullIntent:
     incarnation: Incarnation | None
     transfer_id: TransferId | None
     part: int = 0
+    continuation: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,7 @@ def parse_params(params: object, limits: Limits) -> Intent | None:
         incarnation=Incarnation(incarnation) if incarnation is not None else None,
         transfer_id=_as_transfer_id(transfer_id),
         part=part,
+        continuation=fields.optional_text("remote_continuation"),
     )
 
 
@@ -155,10 +157,12 @@ def handoff_params(
     incarnation: Incarnation,
     modes: Collection[TransferMode],
     key: TransferKey | None,
+    continuation: str | None = None,
 ) -> dict[str, object]:
     """The `kv_transfer_params` of a holder's answer, for a router to relay to the wanter.
 
-    vLLM's keys and meanings, and `remote_hold_id` and `remote_incarnation` of ours.
+    vLLM's keys and meanings, and `remote_hold_id`, `remote_incarnation` and `remote_continuation`
+    of ours.
     """
     params: dict[str, object] = {
         "do_remote_prefill": True,
@@ -181,6 +185,8 @@ def handoff_params(
         params["transfer_mode"] = next(iter(modes)).value
     if key is not None:
         params |= {"transfer_id": key.transfer_id, "part": key.part}
+    if continuation is not None:
+        params["remote_continuation"] = continuation
     return params
 
 

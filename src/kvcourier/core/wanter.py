@@ -74,6 +74,8 @@ class Wanter:
         if event.request_id in self._wants:
             raise LocalProtocolError(f"{event.request_id} is wanted already")
         want = Want(event.request_id, event.intent)
+        if isinstance(event.intent, PullIntent):
+            want.continuation = event.intent.continuation
         self._wants[event.request_id] = want
         if event.intent.transfer_id is not None:
             self._space.stories.alias(event.intent.transfer_id, event.request_id)
@@ -139,6 +141,7 @@ class Wanter:
         if coverage is None or not coverage.land(span, message.layers):
             self._space.counts[Counted.STALE_REFUSED] += 1
             return
+        want.continuation = message.continuation or want.continuation
         self._space.note(want.request_id, "landed", by=str(link.peer), tokens=len(span))
         if link.covered:
             link.may_write = False
@@ -375,7 +378,9 @@ class Wanter:
             self._receive(want, WantEvent.PROVEN)
 
     def _receive(self, want: Want, event: WantEvent) -> None:
-        self._space.tell(Side.WANT, want.request_id, Outcome.RECEIVED)
+        self._space.tell(
+            Side.WANT, want.request_id, Outcome.RECEIVED, continuation=want.continuation
+        )
         # A written-to holder rank knows by itself; one that we READ from or only free does not.
         self._let_go(want, read=want.reads)
         self._release(want, event)

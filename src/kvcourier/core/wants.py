@@ -72,7 +72,11 @@ class WriteTarget:
 
 @dataclass(slots=True)
 class Want:
-    """One request whose KV somebody else holds."""
+    """One request whose KV somebody else holds.
+
+    Attributes:
+        continuation: what the holder's engine gave for ours, once that is known.
+    """
 
     request_id: RequestId
     intent: WantIntent
@@ -85,6 +89,7 @@ class Want:
     rechecked: bool = False
     registered_at: float = 0.0
     read_completed_at: float = 0.0
+    continuation: str | None = None
 
     @property
     def address(self) -> InstanceAddress:

@@ -93,10 +93,14 @@ class Workspace:
         outcome: Outcome,
         reason: str = "",
         block_ids: BlockGroups = (),
+        continuation: str | None = None,
     ) -> None:
         """Report to the engine."""
-        self.emit(Tell(Report(request_id, outcome, reason, side, block_ids)))
-        self.note(request_id, outcome.value, **({"reason": reason} if reason else {}))
+        self.emit(Tell(Report(request_id, outcome, reason, side, block_ids, continuation)))
+        details: dict[str, Any] = {"reason": reason} if reason else {}
+        if continuation is not None:
+            details["continuation"] = continuation
+        self.note(request_id, outcome.value, **details)
 
     def send(self, peer: PeerRank, message: AnyMessage) -> None:
         """Send over the side channel."""

@@ -44,6 +44,9 @@ class EngineConfig:
             is only one, they are computed here instead of fetched.
         granularity: what is sent at once to an instance that has registered early: the whole
             `request`, each `chunk` when it is computed, or each `layer` of the last chunk as well.
+        first_token_seeding: whether the first token, which the instance that computes the prompt
+            has sampled, goes to the one that generates, so that it starts with the second; as
+            sender and as receiver.
         num_cpu_threads: threads of one step; 0 leaves torch's choice.
         fragment: part of each prompt's blocks, 0 to 1, that is handed out in shuffled order
             instead of in long runs; to measure transfers of scattered caches.
@@ -65,6 +68,7 @@ class EngineConfig:
     kv_load_failure_policy: str = "fail"
     kv_recompute_threshold: int = 1
     granularity: str = "layer"
+    first_token_seeding: bool = True
     num_cpu_threads: int = 0
     fragment: float = 0.0
 

@@ -24,6 +24,7 @@ from kvcourier.engine.api import (
 )
 from kvcourier.engine.blocks import BlockPool
 from kvcourier.engine.config import EngineConfig, make_cache
+from kvcourier.engine.first_token import pack_first_token, unpack_first_token
 from kvcourier.engine.kv_cache import KVCache
 from kvcourier.engine.models import LoadedModel
 from kvcourier.engine.runner import ModelRunner
@@ -47,14 +48,14 @@ class _Live:
     """A request that has not had its last event.
 
     `owes_endpoint`: the endpoint knows it and is owed a hand-over, a decline or an abort.
-    `has_received`: the endpoint has reported its KV complete.
+    `received`: the endpoint's report that its KV is complete.
     """
 
     request: GenerationRequest
     sequence: Sequence
     sampler: TokenSampler
     owes_endpoint: bool
-    has_received: bool = False
+    received: Report | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class _Counters:
     kv_received: int = 0
     kv_receive_failures: int = 0
     kv_declined: int = 0
+    first_tokens_seeded: int = 0
     kv_sent: int = 0
     kv_send_failures: int = 0
     ignored_reports: int = 0
@@ -327,7 +329,7 @@ class Engine:
             case Outcome.SEND_FAILED:
                 counters.kv_send_failures += 1
             case Outcome.RECEIVED if live is not None and is_receiving:
-                live.has_received = True
+                live.received = report
             case Outcome.RECEIVE_FAILED if live is not None and is_receiving:
                 self._on_receive_failed(live, report.reason)
             case Outcome.RELEASED:
@@ -338,16 +340,29 @@ class Engine:
     def _on_released(self, request_id: RequestId, live: _Live | None) -> None:
         """Blocks come back: filled ones to their sequence, others to the pool."""
         is_receiving = live is not None and live.sequence.phase is Phase.RECEIVING
-        if live is not None and is_receiving and live.has_received:
-            self._counters.kv_received += 1
-            live.owes_endpoint = False
-            self._scheduler.received(live.sequence)
+        if live is not None and is_receiving and live.received is not None:
+            self._on_received(live, live.received)
         elif not self._scheduler.take_back(request_id):
             self._counters.ignored_reports += 1
         elif live is None:
             self._forget_id(request_id)
         elif is_receiving:
             self._on_receive_failed(live, "its blocks were released before it came")
+
+    def _on_received(self, live: _Live, report: Report) -> None:
+        """Its KV is complete and its blocks are its own: it goes on with the first or, where that
+        is known, with the second token."""
+        self._counters.kv_received += 1
+        live.owes_endpoint = False
+        token = None
+        if self._config.first_token_seeding and report.continuation is not None:
+            prompt, vocab_size = live.request.prompt_token_ids, self.info.vocab_size
+            token = unpack_first_token(report.continuation, prompt, live.sampler, vocab_size)
+        self._scheduler.received(live.sequence, next_is_known=token is not None)
+        if token is not None:
+            self._counters.first_tokens_seeded += 1
+            live.sampler.num_sampled += 1
+            self._on_token(live, token)
 
     def _on_receive_failed(self, live: _Live, reason: str) -> None:
         self._counters.kv_receive_failures += 1
@@ -456,7 +471,11 @@ class Engine:
         num_blocks = -(-num_tokens // self._config.block_size)
         lent, sequence.blocks = sequence.blocks[:num_blocks], sequence.blocks[num_blocks:]
         self._scheduler.lend(sequence.request_id, lent)
-        params = self._endpoint.finish_prefill(sequence.request_id, [lent], num_tokens)
+        first = None
+        if self._config.first_token_seeding:
+            prompt = live.request.prompt_token_ids
+            first = pack_first_token(sequence.tokens[num_tokens], prompt, live.sampler)
+        params = self._endpoint.finish_prefill(sequence.request_id, [lent], num_tokens, first)
         live.owes_endpoint = False
         return params
 

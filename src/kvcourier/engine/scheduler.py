@@ -39,6 +39,9 @@ class Phase(enum.StrEnum):
     RUNNING = "running"
 
 
+_WITH_BLOCKS = frozenset({Phase.READY, Phase.RUNNING})
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request as the scheduler sees it.
@@ -169,15 +172,16 @@ class Scheduler:
             admissions.append(Admission(sequence, span, tuple(lent)))
         return admissions
 
-    def received(self, sequence: Sequence) -> None:
+    def received(self, sequence: Sequence, *, next_is_known: bool = False) -> None:
         """The loan of a receiving sequence came back filled with its KV.
 
-        Its last token is computed again for the logits; that writes equal values to its slot.
+        Its last token is computed again for the logits, which writes equal values to its slot;
+        unless the next token is known, which is to be appended before the next `schedule`.
         """
         self.receiving.remove(sequence)
         sequence.blocks += self.loans.pop(sequence.request_id)
         sequence.phase = Phase.READY
-        self._mark_computed(sequence, len(sequence.tokens) - 1)
+        self._mark_computed(sequence, len(sequence.tokens) - (0 if next_is_known else 1))
         self.ready.append(sequence)
 
     def compute_instead(self, sequence: Sequence) -> None:
@@ -271,9 +275,10 @@ class Scheduler:
         return self._run(sequence)
 
     def _make_room(self) -> None:
-        """Give each running sequence the block its newest token needs, oldest first."""
-        for sequence in sorted(self.running, key=lambda s: s.arrival):
-            while sequence.phase is Phase.RUNNING and self._num_blocks(len(sequence.tokens)) > len(
+        """Give each sequence in or before the batch the block its newest token needs, oldest
+        first."""
+        for sequence in sorted((*self.running, *self.ready), key=lambda s: s.arrival):
+            while sequence.phase in _WITH_BLOCKS and self._num_blocks(len(sequence.tokens)) > len(
                 sequence.blocks
             ):
                 fresh = self.pool.allocate((), 1)

@@ -207,12 +207,16 @@ class KvEndpoint:
         self._submit(PrefillRolledBack(request_id))
 
     def finish_prefill(
-        self, request_id: RequestId, block_ids: Sequence[Sequence[int]], num_tokens: int
+        self,
+        request_id: RequestId,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int,
+        continuation: str | None = None,
     ) -> dict[str, Any]:
         """All KV of a prompt is written; see runtime.interface."""
         self._requests.hand_over(request_id)
         groups = _groups(block_ids)
-        self._submit_to_post(PrefillFinished(request_id, groups, num_tokens))
+        self._submit_to_post(PrefillFinished(request_id, groups, num_tokens, continuation))
         host, port = self._side_channel_address()
         with self._lock:
             hold_id, key = self._computing.pop(request_id)
@@ -226,6 +230,7 @@ class KvEndpoint:
             self.incarnation,
             self.config.modes,
             key,
+            continuation,
         )
 
     # Wanting (D).

@@ -73,13 +73,19 @@ class Endpoint(Protocol):
         anything that counts. To be called before they get other content."""
 
     def finish_prefill(
-        self, request_id: RequestId, block_ids: Sequence[Sequence[int]], num_tokens: int
+        self,
+        request_id: RequestId,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int,
+        continuation: str | None = None,
     ) -> dict[str, Any]:
         """P: the KV of `num_tokens` tokens is written, from position 0, in these blocks.
 
         `block_ids` has one list per cache group, covering positions from 0 on, or from the block
         on that its sliding window begins in. The blocks belong to the endpoint until RELEASED.
-        Returns the `kv_transfer_params` to answer with.
+        `continuation`, printable and of at most `Limits.max_id_bytes`, comes with RECEIVED to the
+        engine that gets the KV; only engines know what it means. Returns the `kv_transfer_params`
+        to answer with.
         """
 
     def expect(self, request_id: RequestId, intent: WantIntent) -> None:

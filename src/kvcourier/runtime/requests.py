@@ -7,7 +7,7 @@ rank's has. Refuses to know couriers and transports. Thread-safe.
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvcourier.core.outcomes import Outcome, Report
 from kvcourier.errors import LocalProtocolError
@@ -22,7 +22,7 @@ class _Tracked:
     handed_over: bool = False
     aborted: bool = False
     failed: bool = False
-    success: Outcome | None = None
+    success: Report | None = None
     succeeded: set[Rank] = field(default_factory=set)
     released: set[Rank] = field(default_factory=set)
 
@@ -102,7 +102,7 @@ class RequestTable:
 
     def _tell(self, tracked: _Tracked, rank: Rank, report: Report) -> list[Report]:
         if report.outcome in _SUCCESS:
-            tracked.success = report.outcome
+            tracked.success = _joined(tracked.success, report)
             tracked.succeeded.add(rank)
             return []
         if report.outcome is not Outcome.RELEASED:
@@ -115,10 +115,17 @@ class RequestTable:
         self._forget(report.request_id, tracked)
         told = []
         if tracked.success and tracked.succeeded == self._ranks and not tracked.aborted:
-            told.append(Report(report.request_id, tracked.success, side=report.side))
+            told.append(tracked.success)
         return [*told, report]
 
     def _forget(self, request_id: RequestId, tracked: _Tracked) -> None:
         del self._requests[request_id]
         if tracked.key is not None:
             self._keys.discard(tracked.key)
+
+
+def _joined(before: Report | None, report: Report) -> Report:
+    """The success of several ranks; a continuation is one only if all have got the same."""
+    if before is None or before.continuation == report.continuation:
+        return report
+    return replace(report, continuation=None)

@@ -32,6 +32,10 @@ ENGINE_METRICS: Mapping[str, tuple[str, str]] = {
     "kv_received": ("kv_received_total", "Prompts whose KV came from a peer."),
     "kv_receive_failures": ("kv_receive_failures_total", "Prompts whose KV did not come."),
     "kv_declined": ("kv_declined_total", "Prompts whose KV was offered but not needed."),
+    "first_tokens_seeded": (
+        "first_tokens_seeded_total",
+        "First tokens of answers that came from a peer with the prompt's KV.",
+    ),
     "kv_sent": ("kv_sent_total", "Prompts whose KV was collected."),
     "kv_send_failures": ("kv_send_failures_total", "Prompts whose KV was not collected."),
     "ignored_reports": ("ignored_reports_total", "Reports about requests unknown by then."),
