@@ -66,6 +66,9 @@ class Timing:
         kv_lease_duration: how long P keeps a finished prompt's blocks after the last sign of
             interest; vLLM's key and default.
         heartbeat_s: how often D renews. Must be at most a third of the lease.
+        hold_limit_s: how long P renews the lease of a prompt for a request that has not asked for
+            its KV yet, being queued on D. Without an end, two instances that are each short of
+            blocks that the other holds would wait for each other for ever.
         handshake_timeout_s: until a handshake without an answer counts as failed.
         resend_s: until an unacknowledged registration or cancel is sent again.
         push_registration_timeout: until D gives up on a registration that was neither written
@@ -80,6 +83,7 @@ class Timing:
 
     kv_lease_duration: float = 30.0
     heartbeat_s: float = 5.0
+    hold_limit_s: float = 300.0
     handshake_timeout_s: float = 5.0
     resend_s: float = 0.5
     push_registration_timeout: float = 60.0

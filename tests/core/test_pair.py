@@ -218,6 +218,24 @@ def test_a_queued_request_keeps_the_lease_alive_and_declining_ends_it():
     assert pair.prefill.outcomes("p1") == SENT
 
 
+def test_a_request_that_is_queued_for_too_long_is_waited_for_no_more():
+    # D had reserved its blocks for a prompt that P could not begin for want of those it held for
+    # another request, which D could not admit: both kept their word for ever.
+    pair = Pair(timing=Timing(hold_limit_s=60.0))
+    pair.hold("p1", "t1")
+    pair.finish("p1", "hello", 20)
+    pair.want_push("d1", "t1")
+    for _ in range(100):
+        pair.deliver_all()
+        pair.advance(1.0)
+    assert pair.prefill.outcomes("p1") == {Outcome.SEND_FAILED, Outcome.RELEASED}
+    assert pair.reserve("d1", "hello", 0, 20)
+    pair.deliver_all()
+    assert pair.decode.outcomes("d1") == {Outcome.RECEIVE_FAILED, Outcome.RELEASED}
+    (reason,) = pair.decode.reasons["d1"]
+    assert "not held any more: the lease ran out" in reason
+
+
 @pytest.mark.parametrize("transfer", [push, pull])
 def test_a_mode_the_peer_does_not_serve_is_refused_by_name(transfer):
     pair = Pair()

@@ -138,6 +138,7 @@ class Holder:
             raise LocalProtocolError(f"{event.request_id} is not held")
         hold.state = step(HOLD, hold.state, HoldEvent.PREFILL_FINISHED, event.request_id)
         hold.block_ids, hold.num_tokens, hold.lent = event.block_ids, event.num_tokens, True
+        hold.held_since = self._space.now
         hold.write(event.block_ids, event.num_tokens, None)
         hold.continuation = event.continuation
         self._space.note(
@@ -236,8 +237,10 @@ class Holder:
             elif delivery is not None and delivery.state is DeliveryState.WRITTEN:
                 served.append(item.request_id)
             elif hold is not None and hold.state in (HoldState.COMPUTING, HoldState.HELD):
-                self._leases.renew(hold.request_id, self._space.now, self._lease_s)
-                known.append(item.request_id)
+                # No answer, once it has waited too long: what was granted before stands.
+                if not self._has_waited_too_long(hold):
+                    self._leases.renew(hold.request_id, self._space.now, self._lease_s)
+                    known.append(item.request_id)
             elif (peer, request_id) in self._waiting or self._has_yet_to_begin(item.name):
                 known.append(item.request_id)
             elif self._ended.served(item.name, peer, request_id):
@@ -457,6 +460,12 @@ class Holder:
         self._ended.remember(hold)
         if hold.lent:
             self._space.tell(Side.HOLD, hold.request_id, Outcome.RELEASED, block_ids=hold.block_ids)
+
+    def _has_waited_too_long(self, hold: Hold) -> bool:
+        """Whether nobody has asked for its KV for so long that its lease is renewed no more."""
+        if hold.state is not HoldState.HELD or hold.deliveries:
+            return False
+        return self._space.now - hold.held_since > self._space.timing.hold_limit_s
 
     def _is_quiet(self, hold: Hold) -> bool:
         return all(

@@ -104,6 +104,7 @@ class Hold:
 
     Attributes:
         num_tokens: positions that `block_ids` hold for some layer at least.
+        held_since: when prefill has finished.
         lent: `block_ids` are kept for us; the engine is owed RELEASED.
         continuation: what our engine gave for the wanter's when prefill finished.
         written: positions written of single layers, where these are ahead of `written_of_all`.
@@ -118,6 +119,7 @@ class Hold:
     state: HoldState = HoldState.COMPUTING
     block_ids: BlockGroups = ()
     num_tokens: int = 0
+    held_since: float = 0.0
     lent: bool = False
     continuation: str | None = None
     written_of_all: int = 0

@@ -196,7 +196,8 @@ class Renewed(Message, frozen=True, tag="renewed"):
 
     `known` holds are kept for at least `granted_s` from when the `Renew` was *sent*, whatever
     the two clocks say: the promise starts later than the question. `served` ones are over
-    because this wanter rank has everything. `unknown` ones are not held.
+    because this wanter rank has everything. `unknown` ones are not held. One in none of the lists
+    stands as long as was granted before, and no longer.
     """
 
     sender: SenderFields
