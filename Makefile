@@ -2,6 +2,7 @@
 #
 # PYTHON=python3.12 make test       another interpreter for the virtual environment
 # make test PYTEST="-k router"      a part of the tests
+# make worlds SEEDS=300:600         other worlds than those of the tests
 # make demo ARGS="--json out.json"  flags of the demo
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 MANIFESTS := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm bench lint format setup clean
+.PHONY: help demo test test-vllm bench worlds lint format setup clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +32,11 @@ test: $(DEV_STAMP)  ## run all tests
 
 test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## run the tests on real vLLM (CPU), in an environment of its own
 	$(BIN)/python -m pytest tests/vllm $(PYTEST)
+
+SEEDS ?= 0:300
+ONLY ?=
+worlds: $(DEV_STAMP)  ## run random worlds on virtual time: SEEDS=0:300, or one seed and ONLY=some faults
+	$(BIN)/python -m kvcourier.sim.worlds $(SEEDS) $(ONLY)
 
 bench: $(RUN_STAMP)  ## run the benchmarks under benchmarks/ and print their tables
 	@set -e; for script in benchmarks/[!_]*.py; do \

@@ -224,6 +224,11 @@ class Courier:
         self._staging.close()
         self._channel.close()
 
+    @property
+    def busy(self) -> bool:
+        """Whether anything is in flight, from here or packed to here, or has yet to happen."""
+        return self._postings.busy or self._receiver.busy or bool(self._unready)
+
     def next_deadline(self) -> float | None:
         """When `step` is due at the latest, on the courier's clock; None if nothing waits for
         time. What comes in, or ends, is due at once."""

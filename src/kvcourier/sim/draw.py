@@ -1,0 +1,233 @@
+"""Random plans: a world and what goes wrong in it, the same for the same seed everywhere.
+
+Decides how often what is drawn. Refuses to know what follows from it.
+"""
+
+import random
+from collections.abc import Callable
+
+from kvcourier.config import Granularity, PathPolicy, StagingConfig, TransferMode
+from kvcourier.layout import CacheLayout
+from kvcourier.sim.engine import EngineSettings, LoadPolicy
+from kvcourier.sim.faults import (
+    Abort,
+    Clock,
+    Crash,
+    Delay,
+    Duplicate,
+    FailOperations,
+    Fault,
+    Forget,
+    Leaver,
+    Lose,
+    Partition,
+    Path,
+    Preempt,
+    RefusePosts,
+    Shortage,
+    Shuffle,
+    Stall,
+    StickOperations,
+)
+from kvcourier.sim.instance import InstanceSettings
+from kvcourier.sim.memory import Shape
+from kvcourier.sim.network import Speed
+from kvcourier.sim.router import Ask
+from kvcourier.sim.world import Plan
+
+_ENDS_AT = 14.0
+_BUSY_S = 6.0
+"""Clients come, and faults begin, within this time."""
+
+_SPLITS = ((1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (2, 2))
+_NUM_FAULTS = (0, 1, 2, 3, 4, 6, 8)
+
+
+def draw(seed: int) -> Plan:
+    """The plan of this seed."""
+    chance = random.Random(seed)
+    num_prefill, num_decode = chance.choice(((1, 1), (1, 1), (1, 2), (2, 1)))
+    places = [f"p{i}" for i in range(num_prefill)] + [f"d{i}" for i in range(num_decode)]
+    path = chance.choice((PathPolicy.DIRECT, PathPolicy.DIRECT, PathPolicy.PACKED, PathPolicy.AUTO))
+    num_layers = chance.choice((2, 3))
+    instances = {place: _instance(chance, place, path, num_layers) for place in places}
+    asks = _asks(chance, places, instances)
+    faults = [
+        chance.choice(_DRAWS)(chance, places, asks) for _ in range(chance.choice(_NUM_FAULTS))
+    ]
+    clocks: dict[str, Fault] = {f.place: f for f in faults if isinstance(f, Clock)}
+    others = [fault for fault in faults if not isinstance(fault, Clock)]
+    return Plan(
+        seed=seed,
+        instances=instances,
+        asks=asks,
+        faults=[*clocks.values(), *others],
+        speed=chance.choice((Speed(), Speed(operation_s=(0.02, 0.4)))),
+        ends_at=_ENDS_AT,
+    )
+
+
+def _instance(
+    chance: random.Random, place: str, path: PathPolicy, num_layers: int
+) -> InstanceSettings:
+    tp_size, pp_size = chance.choice(_SPLITS)
+    block_size = chance.choice((4, 4, 8))
+    # Room for two or three requests at a time: blocks are short, and get new owners soon.
+    room = chance.choice((48, 64, 96))
+    return InstanceSettings(
+        shape=Shape(
+            num_blocks=room // block_size,
+            block_size=block_size,
+            tp_size=tp_size,
+            pp_size=pp_size,
+            cache_layout=chance.choice(tuple(CacheLayout)),
+            blocks_first=chance.random() < 0.5,
+            num_layers=num_layers,
+        ),
+        engine=EngineSettings(
+            max_batch_tokens=chance.choice((8, 16, 64)),
+            step_s=chance.choice((0.003, 0.02)),
+            granularity=chance.choice(tuple(Granularity)),
+            load_policy=chance.choice(tuple(LoadPolicy)),
+        ),
+        staging=StagingConfig(path=path, send_bytes=16384, receive_bytes=16384, slot_bytes=4096),
+    )
+
+
+def _asks(
+    chance: random.Random, places: list[str], instances: dict[str, InstanceSettings]
+) -> list[Ask]:
+    stems = [[chance.randrange(50) for _ in range(32)] for _ in range(3)]
+    asks = []
+    for _ in range(chance.randint(3, 9)):
+        stem = chance.choice(stems)[: chance.choice((0, 8, 16, 24, 32))]
+        tail = [chance.randrange(50) for _ in range(chance.randint(1, 12))]
+        asks.append(
+            Ask(
+                at=chance.uniform(0.0, _BUSY_S),
+                mode=chance.choice(tuple(TransferMode)),
+                prefill=chance.choice([p for p in places if p.startswith("p")]),
+                decode=chance.choice([p for p in places if p.startswith("d")]),
+                prompt=tuple(stem + tail),
+                # Prompt and answer fit the smallest cache.
+                max_tokens=chance.choice((1, 2, 4, 26)) if len(stem) < 16 else 2,
+                leg_gap_s=chance.choice((0.0, 0.0, 0.05, 0.5, 4.0)),
+                with_transfer_id=chance.random() < 0.8,
+            )
+        )
+    return sorted(asks, key=lambda ask: ask.at)
+
+
+_Draw = Callable[[random.Random, list[str], list[Ask]], Fault]
+
+
+def _way(chance: random.Random, places: list[str]) -> dict[str, object]:
+    source = chance.choice(places)
+    others = [place for place in places if place[0] != source[0]]
+    return {
+        "source": source,
+        "target": chance.choice(others),
+        "at": chance.uniform(0.0, _BUSY_S),
+        "for_s": chance.choice((0.01, 0.1, 0.5, 2.0)),
+    }
+
+
+def _message(kind: Callable[..., Fault], **draws: tuple[float, ...]) -> _Draw:
+    return lambda chance, places, asks: kind(
+        **_way(chance, places),
+        path=chance.choice(tuple(Path)),
+        **{name: chance.choice(values) for name, values in draws.items()},
+    )
+
+
+def _operation(kind: Callable[..., Fault], **draws: tuple[float, ...]) -> _Draw:
+    return lambda chance, places, asks: kind(
+        **_way(chance, places),
+        **{name: chance.choice(values) for name, values in draws.items()},
+    )
+
+
+def _stick(chance: random.Random, places: list[str], asks: list[Ask]) -> Fault:
+    way = _way(chance, places)
+    until = chance.choice((None, 2.0, 6.0, 12.0, 30.0))
+    return StickOperations(**way, until=until and way["at"] + until)  # type: ignore[arg-type, operator]
+
+
+def _crash(chance: random.Random, places: list[str], asks: list[Ask]) -> Fault:
+    return Crash(
+        place=chance.choice(places),
+        at=chance.uniform(0.0, _BUSY_S),
+        down_s=chance.choice((0.01, 0.3, 2.0)),
+        keeps_engine_id=chance.random() < 0.5,
+    )
+
+
+def _stall(chance: random.Random, places: list[str], asks: list[Ask]) -> Fault:
+    return Stall(
+        place=chance.choice(places),
+        at=chance.uniform(0.0, _BUSY_S),
+        for_s=chance.choice((0.05, 0.5, 3.0, 7.0)),
+    )
+
+
+def _clock(chance: random.Random, places: list[str], asks: list[Ask]) -> Fault:
+    return Clock(
+        place=chance.choice(places),
+        skew_s=chance.uniform(0.0, 1e5),
+        rate=chance.choice((0.9, 0.99, 1.01, 1.1)),
+    )
+
+
+def _shortage(chance: random.Random, places: list[str], asks: list[Ask]) -> Fault:
+    return Shortage(
+        place=chance.choice(places),
+        at=chance.uniform(0.0, _BUSY_S),
+        for_s=chance.choice((0.1, 1.0, 5.0)),
+        num_blocks=chance.choice((4, 8, 100)),
+    )
+
+
+def _preempt(chance: random.Random, places: list[str], asks: list[Ask]) -> Fault:
+    return Preempt(place=chance.choice(places), at=_during(chance, asks))
+
+
+def _abort(chance: random.Random, places: list[str], asks: list[Ask]) -> Fault:
+    number = chance.randrange(len(asks))
+    return Abort(
+        dispatch=number,
+        at=asks[number].at + chance.choice((0.002, 0.01, 0.03, 0.08, 0.3, 1.0)),
+        by=chance.choice(tuple(Leaver)),
+    )
+
+
+def _forget(chance: random.Random, places: list[str], asks: list[Ask]) -> Fault:
+    return Forget(dispatch=chance.randrange(len(asks)))
+
+
+def _during(chance: random.Random, asks: list[Ask]) -> float:
+    """Some time while a request is likely to run."""
+    return chance.choice(asks).at + chance.uniform(0.005, 0.1)
+
+
+_DRAWS: tuple[_Draw, ...] = (
+    _message(Lose),
+    _message(Lose),
+    _message(Delay, by_s=(0.003, 0.05, 0.7, 3.0)),
+    _message(Duplicate, again_after_s=(0.0, 0.02, 0.8, 5.0)),
+    _message(Shuffle, within_s=(0.005, 0.1, 1.0)),
+    _operation(RefusePosts),
+    _operation(FailOperations, part=(0.0, 0.5)),
+    _stick,
+    _operation(Partition),
+    _crash,
+    _crash,
+    _stall,
+    _clock,
+    _shortage,
+    _preempt,
+    _preempt,
+    _abort,
+    _abort,
+    _abort,
+    _forget,
+)

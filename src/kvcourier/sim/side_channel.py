@@ -1,0 +1,198 @@
+"""The side channel on virtual time: what `runtime.side_channel` is, without sockets.
+
+Decides who listens where and how a message finds back. Refuses to know when it arrives, which
+`network` decides, and what it says.
+"""
+
+from collections.abc import Callable
+
+from kvcourier.errors import RemoteProtocolError
+from kvcourier.ids import InstanceAddress, PeerRank
+from kvcourier.runtime.side_channel import identity_of
+from kvcourier.sim.faults import Path
+from kvcourier.sim.network import Network
+from kvcourier.sim.timeline import Timeline
+
+_FIRST_PORT = 40000
+
+
+class Wire:
+    """Everybody's sockets. Ports are taken in order and never again."""
+
+    def __init__(self, timeline: Timeline, network: Network) -> None:
+        self._timeline = timeline
+        self._network = network
+        self._next_port = _FIRST_PORT
+        self._stalled: dict[str, list[Callable[[], None]]] = {}
+        self.channels: dict[int, SimulatedChannel] = {}
+        self.servers: dict[int, SimulatedServer] = {}
+
+    def open_channel(
+        self, place: str, me: PeerRank, wake: Callable[[], None]
+    ) -> "SimulatedChannel":
+        """A rank's sockets; `wake` is called when something has come."""
+        self._next_port += 1
+        channel = SimulatedChannel(self, place, self._next_port, me, wake)
+        self.channels[channel.port] = channel
+        return channel
+
+    def open_server(
+        self, place: str, port: int, answer: Callable[[bytes], bytes]
+    ) -> "SimulatedServer":
+        """An instance's handshake server, which answers once started."""
+        return SimulatedServer(self, place, port, answer)
+
+    def carry(self, source: str, target: str, arrive: Callable[[], None]) -> None:
+        """Have a message arrive as often as it does."""
+        for when in self._network.arrivals(Path.SIDE, source, target):
+            self._timeline.at(when, lambda: self._arrive(target, arrive))
+
+    def stall(self, place: str) -> None:
+        """Its process is stopped: what comes waits."""
+        self._stalled[place] = []
+
+    def resume(self, place: str) -> None:
+        """It goes on."""
+        for arrive in self._stalled.pop(place, ()):
+            arrive()
+
+    def _arrive(self, target: str, arrive: Callable[[], None]) -> None:
+        if target in self._stalled:
+            self._stalled[target].append(arrive)
+        else:
+            arrive()
+
+
+class SimulatedServer:
+    """Answers handshakes at its port."""
+
+    def __init__(self, wire: Wire, place: str, port: int, answer: Callable[[bytes], bytes]) -> None:
+        self.port = port
+        self.place = place
+        self.answer = answer
+        self._wire = wire
+
+    def start(self) -> None:
+        """Answer from now on."""
+        self._wire.servers[self.port] = self
+
+    def close(self) -> None:
+        """Answer no more."""
+        if self._wire.servers.get(self.port) is self:
+            del self._wire.servers[self.port]
+
+
+class SimulatedChannel:
+    """One rank's sockets; see `runtime.side_channel.Channel`.
+
+    What is sent to a socket that nobody has is lost; what a dead process had sent before arrives.
+    """
+
+    def __init__(
+        self, wire: Wire, place: str, port: int, me: PeerRank, wake: Callable[[], None]
+    ) -> None:
+        self.port = port
+        self.place = place
+        self._wire = wire
+        self._identity = identity_of(me)
+        self._wake = wake
+        self._arrived: list[tuple[bytes, bytes]] = []
+        self._outgoing: dict[PeerRank, int] = {}
+        self._reached_by: dict[bytes, SimulatedChannel] = {}
+        self._asked: dict[InstanceAddress, int] = {}
+        self._num_asked = 0
+        self._answered: list[tuple[InstanceAddress, bytes]] = []
+
+    def wake(self) -> None:
+        """See Channel."""
+        self._wake()
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Nobody waits on virtual time."""
+
+    def messages(self) -> list[tuple[bytes, bytes]]:
+        """See Channel."""
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def connect(self, peer: PeerRank, host: str, port: int) -> None:
+        """See Channel."""
+        self._outgoing.setdefault(peer, port)
+        listener = self._wire.channels.get(port)
+        if listener is not None:
+            self._wire.carry(self.place, listener.place, lambda: self._reach(port))
+
+    def disconnect(self, peer: PeerRank) -> None:
+        """See Channel."""
+        self._outgoing.pop(peer, None)
+
+    def send(self, peer: PeerRank, payload: bytes) -> bool:
+        """See Channel."""
+        port = self._outgoing.get(peer)
+        if port is not None:
+            listener = self._wire.channels.get(port)
+            if listener is not None:
+                self._wire.carry(self.place, listener.place, lambda: self._arrive(port, payload))
+            return True
+        back = self._reached_by.get(identity_of(peer))
+        if back is None:
+            return False
+        self._wire.carry(self.place, back.place, lambda: back._take(b"", payload))
+        return True
+
+    def ask(self, address: InstanceAddress, payload: bytes) -> None:
+        """See Channel."""
+        self._num_asked += 1
+        self._asked[address] = number = self._num_asked
+        server = self._wire.servers.get(address.port)
+        if server is not None:
+            self._wire.carry(
+                self.place, server.place, lambda: self._serve(address, number, payload)
+            )
+
+    def answers(self) -> list[tuple[InstanceAddress, bytes]]:
+        """See Channel."""
+        answered, self._answered = self._answered, []
+        return answered
+
+    def drop(self, address: InstanceAddress) -> None:
+        """See Channel."""
+        self._asked.pop(address, None)
+
+    def close(self) -> None:
+        """See Channel."""
+        self._wire.channels.pop(self.port, None)
+
+    def _reach(self, port: int) -> None:
+        listener = self._wire.channels.get(port)
+        if listener is not None:
+            listener._reached_by[self._identity] = self
+
+    def _arrive(self, port: int, payload: bytes) -> None:
+        listener = self._wire.channels.get(port)
+        if listener is not None:
+            listener._reached_by[self._identity] = self
+            listener._take(self._identity, payload)
+
+    def _take(self, identity: bytes, payload: bytes) -> None:
+        if self.port in self._wire.channels:
+            self._arrived.append((identity, payload))
+            self._wake()
+
+    def _serve(self, address: InstanceAddress, number: int, payload: bytes) -> None:
+        server = self._wire.servers.get(address.port)
+        if server is None:
+            return
+        try:
+            reply = server.answer(payload)
+        except RemoteProtocolError:
+            return
+        self._wire.carry(
+            server.place, self.place, lambda: self._be_answered(address, number, reply)
+        )
+
+    def _be_answered(self, address: InstanceAddress, number: int, reply: bytes) -> None:
+        if self._asked.get(address) == number and self.port in self._wire.channels:
+            del self._asked[address]
+            self._answered.append((address, reply))
+            self._wake()
