@@ -3,6 +3,7 @@
 import pytest
 
 from kvcourier.core.packing.actions import (
+    NO_STAGING,
     Gather,
     Scatter,
     SendClose,
@@ -22,8 +23,8 @@ A, B = (PeerRank(EngineId(name), Incarnation("1"), Rank(0, 0)) for name in "ab")
 R = RequestId("r")
 
 
-def opened(num_parcels=2, num_slots=1, peers=(A,)):
-    sender = Sender(num_slots, patience_s=1.0, stall_limit_s=5.0)
+def opened(num_parcels=2, num_slots=1, peers=(A,), write_limit_s=300.0):
+    sender = Sender(num_slots, 1.0, stall_limit_s=5.0, write_limit_s=write_limit_s)
     for stream, peer in enumerate(peers):
         assert sender.open(stream, peer, num_parcels, 4, 0.0) == [SendOpen(peer, stream)]
     return sender
@@ -129,7 +130,7 @@ def test_a_failed_write_ends_the_stream_after_its_other_writes():
     sender.on_granted(A, 0, 0, (0, 1, 2), 0.0)
     sender.on_gathered(0, 0)
     sender.on_gathered(0, 1)
-    assert sender.on_write_failed(0, 0, "broken", peer_lost=False) == []
+    assert sender.on_write_failed(0, 0, "broken", peer_lost=False, now=0.0) == []
     assert sender.num_free == 1
     assert sender.on_written(0, 1) == [
         SendClose(A, 0, (0, 2)),
@@ -137,33 +138,65 @@ def test_a_failed_write_ends_the_stream_after_its_other_writes():
     ]
 
 
+def test_a_write_that_never_ends_keeps_its_slot_for_the_longest_a_write_can_take():
+    # As long as it does not end, the slot holds what is in flight; but one stuck peer must not take
+    # the staging memory of all others away for ever.
+    sender = opened(num_parcels=2, num_slots=1, write_limit_s=30.0)
+    sender.on_granted(A, 0, 0, (0, 1), 0.0)
+    sender.on_gathered(0, 0)
+    assert sender.abandon(0, "too late", 10.0) == []
+    assert sender.next_deadline() == 40.0
+    assert sender.num_free == 0
+    # The peer's slot is not returned: what is stuck may land in it.
+    assert sender.on_time(40.0) == [SendClose(A, 0, (1,)), StreamEnded(0, "too late", False)]
+    assert sender.num_free == 1
+    assert sender.next_deadline() is None
+    assert sender.counts["abandoned_writes"] == 1
+    sender.check()
+
+
+def test_nobody_waits_for_slots_in_which_writes_to_another_peer_are_stuck():
+    sender = opened(num_parcels=1, num_slots=1, peers=(A, B))
+    sender.on_granted(A, 0, 0, (0,), 0.0)
+    sender.on_gathered(0, 0)
+    assert sender.on_granted(B, 1, 0, (2,), 0.5) == []
+    (close, ended) = sender.on_time(1.5)
+    assert close == SendClose(B, 1, (2,))
+    assert ended.stream == 1
+    # So the driver takes the direct path for it.
+    assert ended.reason.startswith(NO_STAGING)
+    sender.check()
+
+
 def test_abandoned_while_gathering():
     sender = opened()
     sender.on_granted(A, 0, 0, (0, 1), 0.0)
-    assert sender.abandon(0, "cancelled") == []
+    assert sender.abandon(0, "cancelled", 0.0) == []
     assert sender.num_free == 0
     assert sender.on_granted(A, 0, 0, (0, 1), 0.0) == []
     assert sender.on_gathered(0, 0) == [
         SendClose(A, 0, (0, 1)),
         StreamEnded(0, "cancelled", False),
     ]
-    assert sender.abandon(0, "again") == []
+    assert sender.abandon(0, "again", 0.0) == []
 
 
 def test_a_lost_peer_is_told_nothing():
     sender = opened(peers=(A, A, B))
     sender.on_granted(A, 0, 0, (0,), 0.0)
     sender.on_gathered(0, 0)
-    assert sender.on_peer_lost(A, "gone") == [StreamEnded(1, "gone", True)]
-    assert sender.on_write_failed(0, 0, "reset", peer_lost=True) == [StreamEnded(0, "gone", True)]
+    assert sender.on_peer_lost(A, "gone", 0.0) == [StreamEnded(1, "gone", True)]
+    assert sender.on_write_failed(0, 0, "reset", peer_lost=True, now=0.0) == [
+        StreamEnded(0, "gone", True)
+    ]
     assert len(sender) == 1
 
 
 def test_only_the_peer_itself_speaks_for_a_stream():
     sender = opened()
-    assert sender.on_refused(B, 0, "no") == []
+    assert sender.on_refused(B, 0, "no", 0.0) == []
     assert sender.on_granted(B, 0, 0, (1,), 0.0) == [SendClose(B, 0, (1,))]
-    assert sender.on_refused(A, 0, "no") == [SendClose(A, 0, ()), StreamEnded(0, "no", False)]
+    assert sender.on_refused(A, 0, "no", 0.0) == [SendClose(A, 0, ()), StreamEnded(0, "no", False)]
 
 
 def test_misuse_of_the_sender_is_raised():

@@ -112,7 +112,7 @@ class World:
     def abandon(self, stream):
         node = self.streams[stream][0]
         if node.alive:
-            self.run(node, node.sender.abandon(stream, "cancelled"))
+            self.run(node, node.sender.abandon(stream, "cancelled", self.now))
 
     def run(self, node, actions):
         node.sender.check()
@@ -193,7 +193,7 @@ class World:
 
         def failed():
             lost = not peer.alive
-            self.run(node, node.sender.on_write_failed(stream, parcel, "failed", lost))
+            self.run(node, node.sender.on_write_failed(stream, parcel, "failed", lost, self.now))
 
         def arrive():
             # The bytes are there before the sender knows.
@@ -237,7 +237,7 @@ class World:
             node,
             action.peer,
             action.stream,
-            lambda peer: peer.sender.on_refused(node.name, action.stream, action.reason),
+            lambda peer: peer.sender.on_refused(node.name, action.stream, action.reason, self.now),
         )
 
     def do_Scatter(self, node, action: Scatter):
@@ -310,7 +310,7 @@ class World:
             if content[0] == old.name:
                 del self.flying[place]
         for node in self.nodes:
-            self.run(node, node.sender.on_peer_lost(old.name, "restarted"))
+            self.run(node, node.sender.on_peer_lost(old.name, "restarted", self.now))
             self.run(node, node.receiver.on_peer_lost(old.name, self.now))
 
     def settle(self):

@@ -145,6 +145,7 @@ class Courier:
                 me,
                 self._send,
                 config.staging.patience_s,
+                endpoint.quarantine_limit_s,
                 clock,
             ),
             config.staging.path,

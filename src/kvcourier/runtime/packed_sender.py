@@ -101,6 +101,7 @@ class PackedSender:
         sender: how messages name us.
         send: sends a message over the side channel; False if there is no way.
         patience_s: see `StagingConfig`.
+        write_limit_s: the longest any write can take.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class PackedSender:
         sender: SenderFields,
         send: Callable[[PeerRank, bytes], bool],
         patience_s: float,
+        write_limit_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._staging = staging
@@ -118,7 +120,9 @@ class PackedSender:
         self._send = send
         self._clock = clock
         # Without staging memory nothing is ever opened.
-        self._core = Sender(1 if staging is None else staging.num_slots, patience_s)
+        self._core = Sender(
+            1 if staging is None else staging.num_slots, patience_s, write_limit_s=write_limit_s
+        )
         self._streams: dict[StreamId, _Stream] = {}
         self._results: list[StreamResult] = []
 
@@ -179,15 +183,15 @@ class PackedSender:
             )
             self._do(actions)
         else:
-            self._do(self._core.on_refused(peer, stream, message.reason))
+            self._do(self._core.on_refused(peer, stream, message.reason, self._clock()))
 
     def abandon(self, operation_id: OperationId) -> None:
         """Start nothing more for it; unknown ones are fine."""
-        self._do(self._core.abandon(StreamId(operation_id), "abandoned"))
+        self._do(self._core.abandon(StreamId(operation_id), "abandoned", self._clock()))
 
     def lose(self, peer: PeerRank, reason: str) -> None:
         """A peer's life is over."""
-        self._do(self._core.on_peer_lost(peer, reason))
+        self._do(self._core.on_peer_lost(peer, reason, self._clock()))
 
     def poll(self) -> list[StreamResult]:
         """Look at what is under way; returns what has ended."""
@@ -223,7 +227,8 @@ class PackedSender:
         if status.state is TransferState.DONE:
             self._do(self._core.on_written(name, number))
         else:
-            self._do(self._core.on_write_failed(name, number, status.reason, status.peer_lost))
+            reason, lost = status.reason, status.peer_lost
+            self._do(self._core.on_write_failed(name, number, reason, lost, self._clock()))
 
     def _do(self, actions: list[SenderAction]) -> None:
         for action in actions:
@@ -277,11 +282,14 @@ class PackedSender:
             )
         except (PostFailed, PeerLost) as error:
             lost = isinstance(error, PeerLost)
-            self._do(self._core.on_write_failed(name, number, str(error), lost))
+            self._do(self._core.on_write_failed(name, number, str(error), lost, self._clock()))
         stream.post_s += self._clock() - began
 
     def _end(self, ended: StreamEnded) -> None:
         stream = self._streams.pop(ended.stream)
+        for handle in stream.writes.values():
+            # Given up: nothing proves that it has ended.
+            self._transport.release(handle)
         self._results.append(
             StreamResult(
                 stream.command,

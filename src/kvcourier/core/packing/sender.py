@@ -37,6 +37,7 @@ class Stage(enum.Enum):
     WRITING = enum.auto()
     WRITTEN = enum.auto()
     FAILED = enum.auto()
+    ABANDONED = enum.auto()
 
 
 _AT_WORK = frozenset({Stage.GATHERING, Stage.WRITING})
@@ -55,7 +56,8 @@ class _Parcel:
 
 @dataclass(slots=True)
 class _Stream:
-    """`parcels` are those that were granted a slot, in the order of the grants."""
+    """`parcels` are those that were granted a slot, in the order of the grants. It has begun with
+    its first own slot."""
 
     peer: PeerRank
     num_parcels: int
@@ -64,6 +66,7 @@ class _Stream:
     waiting: deque[int] = field(default_factory=deque)
     at_work: int = 0
     num_written: int = 0
+    has_begun: bool = False
     reason: str | None = None
     peer_lost: bool = False
 
@@ -78,8 +81,18 @@ class Sender:
         counts: what was ignored or returned, by name.
     """
 
-    def __init__(self, num_slots: int, patience_s: float, stall_limit_s: float = 60.0) -> None:
-        """`patience_s` is for the first grant, `stall_limit_s` for each further one.
+    def __init__(
+        self,
+        num_slots: int,
+        patience_s: float,
+        stall_limit_s: float = 60.0,
+        write_limit_s: float = 300.0,
+    ) -> None:
+        """`patience_s` is for the first grant and the first own slot, `stall_limit_s` for each
+        further grant.
+
+        `write_limit_s` is the longest any write can take: so long after a stream has failed, its
+        own slots are used again, whatever is still in flight from them.
 
         The peer's `slot_limit_s` must be longer than a stream can last here: these two and the
         longest gather and write.
@@ -90,6 +103,7 @@ class Sender:
         self._num_slots = num_slots
         self._patience_s = patience_s
         self._stall_limit_s = stall_limit_s
+        self._write_limit_s = write_limit_s
         self._free = deque(OwnSlot(slot) for slot in range(num_slots))
         self._streams: dict[StreamId, _Stream] = {}
         # Streams with a parcel that waits for an own slot; the first one is served next.
@@ -133,9 +147,9 @@ class Sender:
         self._deadlines.set(stream, now + self._patience_s)
         return [SendOpen(peer, stream)]
 
-    def abandon(self, stream: StreamId, reason: str) -> list[SenderAction]:
+    def abandon(self, stream: StreamId, reason: str, now: float) -> list[SenderAction]:
         """Write nothing more of it; StreamEnded follows. A stream that has ended is fine."""
-        return self._fail(stream, reason) if stream in self._streams else []
+        return self._fail(stream, reason, now) if stream in self._streams else []
 
     # From peers.
 
@@ -167,7 +181,7 @@ class Sender:
         problem = self._problem(record, grants)
         if problem:
             self.counts["wrong_grants"] += 1
-            return self._fail(stream, f"{peer} granted nonsense: {problem}")
+            return self._fail(stream, f"{peer} granted nonsense: {problem}", now)
         for parcel, slot in grants.items():
             record.parcels[parcel] = _Parcel(slot)
             self._held[peer, slot] = stream
@@ -175,19 +189,25 @@ class Sender:
             return []
         record.waiting.extend(grants)
         self._turns.setdefault(stream)
-        self._await_grant(stream, record, now)
-        return self._gather()
+        actions = self._gather()
+        if record.has_begun:
+            self._await_grant(stream, record, now)
+        else:
+            self._deadlines.set(stream, now + self._patience_s)
+        return actions
 
-    def on_refused(self, peer: PeerRank, stream: StreamId, reason: str) -> list[SenderAction]:
+    def on_refused(
+        self, peer: PeerRank, stream: StreamId, reason: str, now: float
+    ) -> list[SenderAction]:
         """The peer does not take the stream (any more)."""
-        return self._fail(stream, reason) if self._of(peer, stream) is not None else []
+        return self._fail(stream, reason, now) if self._of(peer, stream) is not None else []
 
-    def on_peer_lost(self, peer: PeerRank, reason: str) -> list[SenderAction]:
+    def on_peer_lost(self, peer: PeerRank, reason: str, now: float) -> list[SenderAction]:
         """That life of the peer is over: its streams end when our own slots are quiet."""
         actions: list[SenderAction] = []
         for stream in [name for name, record in self._streams.items() if record.peer == peer]:
             self._streams[stream].peer_lost = True
-            actions += self._fail(stream, reason)
+            actions += self._fail(stream, reason, now)
         return actions
 
     # From the driver.
@@ -219,7 +239,7 @@ class Sender:
         return self._end_if_quiet(stream) + self._gather()
 
     def on_write_failed(
-        self, stream: StreamId, parcel: int, reason: str, peer_lost: bool
+        self, stream: StreamId, parcel: int, reason: str, peer_lost: bool, now: float
     ) -> list[SenderAction]:
         """The write has ended without its notice, or could not be posted.
 
@@ -228,27 +248,24 @@ class Sender:
         """
         record, each = self._at(stream, parcel, Stage.WRITING)
         self._rest(record, each, Stage.FAILED)
-        lost = self.on_peer_lost(record.peer, reason) if peer_lost else self._fail(stream, reason)
-        return lost + self._gather()
+        if peer_lost:
+            return self.on_peer_lost(record.peer, reason, now) + self._gather()
+        return self._fail(stream, reason, now) + self._gather()
 
     def on_time(self, now: float) -> list[SenderAction]:
-        """End the streams that have waited too long for a grant."""
+        """End the streams that have waited too long for a grant, or for the end of a write."""
         actions: list[SenderAction] = []
         while (stream := self._deadlines.pop_due(now)) is not None:
             record = self._streams[stream]
-            if record.waiting or record.at_work:
+            if record.reason is not None:
+                actions += self._give_up(stream, record, now)
+                continue
+            if record.has_begun and (record.waiting or record.at_work):
                 # It waits for us, not for the peer.
                 self._await_grant(stream, record, now)
                 continue
-            granted = len(record.parcels)
-            actions += self._fail(
-                stream,
-                f"{record.peer} granted {granted} of {record.num_parcels} slots, and no further "
-                f"one within {self._stall_limit_s:g} s"
-                if granted
-                else f"{NO_STAGING}: {record.peer} granted no slot within {self._patience_s:g} s",
-            )
-        return actions
+            actions += self._fail(stream, self._why_overdue(record), now)
+        return actions + self._gather()
 
     def check(self) -> None:
         """Every slot is in one place, and nothing waits for what is free.
@@ -274,8 +291,10 @@ class Sender:
             assert granted == list(record.waiting), f"{stream}: {granted} wait"
             assert (stream in self._turns) == bool(granted), f"{stream}: wrong turn"
             assert record.reason is None or record.at_work, f"{stream} has not ended"
-            waits = record.reason is None and len(record.parcels) < record.num_parcels
-            assert (stream in self._deadlines) == waits, f"{stream}: wrong deadline"
+            # For a grant or an own slot, or for the end of what was at work when it failed.
+            begun = record.has_begun and len(record.parcels) == record.num_parcels
+            waits = record.reason is not None or not begun
+            assert stream in self._deadlines or not waits, f"{stream}: no deadline"
         assert sorted(slots) == list(range(self._num_slots)), f"own slots: {sorted(slots)}"
         assert held == self._held, f"peers' slots: {held}, not {self._held}"
         assert not (self._free and self._turns), "a parcel waits while a slot is free"
@@ -307,6 +326,18 @@ class Sender:
                 return f"slot {slot} is granted already"
         return ""
 
+    def _why_overdue(self, record: _Stream) -> str:
+        granted = len(record.parcels)
+        if not granted:
+            return f"{NO_STAGING}: {record.peer} granted no slot within {self._patience_s:g} s"
+        if not record.has_begun:
+            # Writes to another peer may be stuck in all of them: nobody else is to wait for that.
+            return f"{NO_STAGING}: no slot of our own was free within {self._patience_s:g} s"
+        return (
+            f"{record.peer} granted {granted} of {record.num_parcels} slots, and no further one "
+            f"within {self._stall_limit_s:g} s"
+        )
+
     def _await_grant(self, stream: StreamId, record: _Stream, now: float) -> None:
         if len(record.parcels) < record.num_parcels:
             self._deadlines.set(stream, now + self._stall_limit_s)
@@ -323,6 +354,7 @@ class Sender:
             each = record.parcels[parcel]
             each.stage, each.slot = Stage.GATHERING, self._free.popleft()
             record.at_work += 1
+            record.has_begun = True
             actions.append(Gather(stream, parcel, each.slot))
             if record.waiting:
                 self._turns[stream] = None
@@ -335,13 +367,26 @@ class Sender:
         each.stage, each.slot = stage, None
         record.at_work -= 1
 
-    def _fail(self, stream: StreamId, reason: str) -> list[SenderAction]:
+    def _fail(self, stream: StreamId, reason: str, now: float) -> list[SenderAction]:
         """Post nothing more of it; the first reason stands."""
         record = self._streams[stream]
-        record.reason = record.reason if record.reason is not None else reason
-        record.waiting.clear()
-        self._turns.pop(stream, None)
-        self._deadlines.cancel(stream)
+        if record.reason is None:
+            record.reason = reason
+            record.waiting.clear()
+            self._turns.pop(stream, None)
+            self._deadlines.set(stream, now + self._write_limit_s)
+        return self._end_if_quiet(stream)
+
+    def _give_up(self, stream: StreamId, record: _Stream, now: float) -> list[SenderAction]:
+        """Use the own slots of a failed stream again: no write can take so long."""
+        for each in record.parcels.values():
+            if each.stage is Stage.WRITING:
+                self.counts["abandoned_writes"] += 1
+                # Not to be returned: what is in flight may reach the peer's slot.
+                self._rest(record, each, Stage.ABANDONED)
+        if record.at_work:
+            # Our own device gathers still.
+            self._deadlines.set(stream, now + self._write_limit_s)
         return self._end_if_quiet(stream)
 
     def _end_if_quiet(self, stream: StreamId) -> list[SenderAction]:
@@ -350,6 +395,7 @@ class Sender:
         if record.at_work or not (written or record.reason is not None):
             return []
         del self._streams[stream]
+        self._deadlines.cancel(stream)
         for each in record.parcels.values():
             if each.stage in _UNWRITTEN:
                 del self._held[record.peer, each.peer_slot]
