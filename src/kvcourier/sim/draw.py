@@ -36,11 +36,11 @@ from kvcourier.sim.router import Ask
 from kvcourier.sim.world import Plan
 
 _ENDS_AT = 14.0
-_BUSY_S = 6.0
-"""Clients come, and faults begin, within this time."""
+_BUSY_S = 2.0
+"""All clients come within this time."""
 
 _SPLITS = ((1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (2, 2))
-_NUM_FAULTS = (0, 1, 2, 3, 4, 6, 8)
+_NUM_FAULTS = (0, 1, 2, 3, 5, 7, 9, 12)
 
 
 def draw(seed: int) -> Plan:
@@ -98,20 +98,22 @@ def _asks(
     chance: random.Random, places: list[str], instances: dict[str, InstanceSettings]
 ) -> list[Ask]:
     stems = [[chance.randrange(50) for _ in range(32)] for _ in range(3)]
+    # Most come together: what goes wrong is then in the middle of several transfers.
+    bursts = [chance.uniform(0.0, _BUSY_S) for _ in range(chance.randint(1, 3))]
     asks = []
-    for _ in range(chance.randint(3, 9)):
+    for _ in range(chance.randint(4, 12)):
         stem = chance.choice(stems)[: chance.choice((0, 8, 16, 24, 32))]
         tail = [chance.randrange(50) for _ in range(chance.randint(1, 12))]
         asks.append(
             Ask(
-                at=chance.uniform(0.0, _BUSY_S),
+                at=chance.choice(bursts) + chance.uniform(0.0, 0.1),
                 mode=chance.choice(tuple(TransferMode)),
                 prefill=chance.choice([p for p in places if p.startswith("p")]),
                 decode=chance.choice([p for p in places if p.startswith("d")]),
                 prompt=tuple(stem + tail),
                 # Prompt and answer fit the smallest cache.
                 max_tokens=chance.choice((1, 2, 4, 26)) if len(stem) < 16 else 2,
-                leg_gap_s=chance.choice((0.0, 0.0, 0.05, 0.5, 4.0)),
+                leg_gap_s=chance.choice((0.0, 0.0, 0.0, 0.05, 0.5, 4.0)),
                 with_transfer_id=chance.random() < 0.8,
             )
         )
@@ -121,20 +123,36 @@ def _asks(
 _Draw = Callable[[random.Random, list[str], list[Ask]], Fault]
 
 
-def _way(chance: random.Random, places: list[str]) -> dict[str, object]:
+def _way(chance: random.Random, places: list[str], asks: list[Ask]) -> dict[str, object]:
     source = chance.choice(places)
     others = [place for place in places if place[0] != source[0]]
     return {
         "source": source,
         "target": chance.choice(others),
-        "at": chance.uniform(0.0, _BUSY_S),
-        "for_s": chance.choice((0.01, 0.1, 0.5, 2.0)),
+        "at": _during(chance, asks),
+        "for_s": chance.choice((0.01, 0.1, 0.5, 3.0)),
+    }
+
+
+def _operation_way(chance: random.Random, places: list[str], asks: list[Ask]) -> dict[str, object]:
+    """One that transfers go, early and long enough to hit one."""
+    ask = chance.choice(asks)
+    ends = {
+        TransferMode.PUSH: (ask.prefill, ask.decode),
+        TransferMode.PULL: (ask.decode, ask.prefill),
+    }
+    source, target = ends[ask.mode]
+    return {
+        "source": source,
+        "target": target,
+        "at": max(0.0, ask.at + ask.leg_gap_s + chance.uniform(-0.1, 0.1)),
+        "for_s": chance.choice((0.05, 0.2, 0.5, 3.0)),
     }
 
 
 def _message(kind: Callable[..., Fault], **draws: tuple[float, ...]) -> _Draw:
     return lambda chance, places, asks: kind(
-        **_way(chance, places),
+        **_way(chance, places, asks),
         path=chance.choice(tuple(Path)),
         **{name: chance.choice(values) for name, values in draws.items()},
     )
@@ -142,13 +160,13 @@ def _message(kind: Callable[..., Fault], **draws: tuple[float, ...]) -> _Draw:
 
 def _operation(kind: Callable[..., Fault], **draws: tuple[float, ...]) -> _Draw:
     return lambda chance, places, asks: kind(
-        **_way(chance, places),
+        **_operation_way(chance, places, asks),
         **{name: chance.choice(values) for name, values in draws.items()},
     )
 
 
 def _stick(chance: random.Random, places: list[str], asks: list[Ask]) -> Fault:
-    way = _way(chance, places)
+    way = _operation_way(chance, places, asks)
     until = chance.choice((None, 2.0, 6.0, 12.0, 30.0))
     return StickOperations(**way, until=until and way["at"] + until)  # type: ignore[arg-type, operator]
 
@@ -156,8 +174,8 @@ def _stick(chance: random.Random, places: list[str], asks: list[Ask]) -> Fault:
 def _crash(chance: random.Random, places: list[str], asks: list[Ask]) -> Fault:
     return Crash(
         place=chance.choice(places),
-        at=chance.uniform(0.0, _BUSY_S),
-        down_s=chance.choice((0.01, 0.3, 2.0)),
+        at=_during(chance, asks),
+        down_s=chance.choice((0.01, 0.05, 0.3)),
         keeps_engine_id=chance.random() < 0.5,
     )
 
@@ -165,7 +183,7 @@ def _crash(chance: random.Random, places: list[str], asks: list[Ask]) -> Fault:
 def _stall(chance: random.Random, places: list[str], asks: list[Ask]) -> Fault:
     return Stall(
         place=chance.choice(places),
-        at=chance.uniform(0.0, _BUSY_S),
+        at=_during(chance, asks),
         for_s=chance.choice((0.05, 0.5, 3.0, 7.0)),
     )
 
@@ -181,7 +199,7 @@ def _clock(chance: random.Random, places: list[str], asks: list[Ask]) -> Fault:
 def _shortage(chance: random.Random, places: list[str], asks: list[Ask]) -> Fault:
     return Shortage(
         place=chance.choice(places),
-        at=chance.uniform(0.0, _BUSY_S),
+        at=_during(chance, asks),
         for_s=chance.choice((0.1, 1.0, 5.0)),
         num_blocks=chance.choice((4, 8, 100)),
     )
@@ -206,7 +224,15 @@ def _forget(chance: random.Random, places: list[str], asks: list[Ask]) -> Fault:
 
 def _during(chance: random.Random, asks: list[Ask]) -> float:
     """Some time while a request is likely to run."""
-    return chance.choice(asks).at + chance.uniform(0.005, 0.1)
+    ask = chance.choice(asks)
+    return ask.at + ask.leg_gap_s * chance.choice((0, 1)) + chance.choice(_AFTER_S)(chance)
+
+
+_AFTER_S: tuple[Callable[[random.Random], float], ...] = (
+    lambda chance: chance.uniform(0.0, 0.02),
+    lambda chance: chance.uniform(0.0, 0.15),
+    lambda chance: chance.uniform(0.0, 0.8),
+)
 
 
 _DRAWS: tuple[_Draw, ...] = (
@@ -217,6 +243,9 @@ _DRAWS: tuple[_Draw, ...] = (
     _message(Shuffle, within_s=(0.005, 0.1, 1.0)),
     _operation(RefusePosts),
     _operation(FailOperations, part=(0.0, 0.5)),
+    _operation(FailOperations, part=(0.0, 0.5)),
+    _stick,
+    _stick,
     _stick,
     _operation(Partition),
     _crash,

@@ -102,6 +102,7 @@ class Life:
     memory: Memory
     pool: BlockPool
     drivers: dict[str, Driver]
+    ended_at: float | None = None
 
     @property
     def couriers(self) -> list[Courier]:
@@ -133,7 +134,7 @@ class Instance:
         self._timeline = timeline
         self._wire = wire
         self._data_path = data_path
-        self._clock = clock
+        self.clock = clock
         self._chance = chance
         self._owned: dict[AgentName, Owned] = {}
 
@@ -146,7 +147,7 @@ class Instance:
             pool, self._settings.shape.block_size, self._settings.engine.max_batch_tokens
         )
         drivers = {
-            str(rank): Driver(self._timeline, self._clock, self._chance) for rank in memory.ranks
+            str(rank): Driver(self._timeline, self.clock, self._chance) for rank in memory.ranks
         }
         agents: list[AgentName] = []
 
@@ -178,7 +179,7 @@ class Instance:
             [rank.cache for rank in memory.ranks.values()],
             open_transport,
             surroundings=Surroundings(
-                clock=self._clock,
+                clock=self.clock,
                 new_incarnation=lambda: Incarnation(f"{self.place}.{serial}"),
                 open_channel=open_channel,
                 open_server=open_server,
@@ -206,6 +207,7 @@ class Instance:
         for driver in self.life.drivers.values():
             driver.is_stopped = True
         self.life.engine.is_stopped = True
+        self.life.ended_at = self._timeline.now
         self._data_path.kill(self.place)
         # Sockets, threads and memory of a dead process are gone.
         self.life.endpoint.close()
@@ -257,5 +259,5 @@ class Instance:
         for courier in life.couriers:
             at = courier.next_deadline()
             if at is not None:
-                raise Violation(f"I4: {courier.endpoint.me}: waits until {at}, now {self._clock()}")
+                raise Violation(f"I4: {courier.endpoint.me}: waits until {at}, now {self.clock()}")
             require(not courier.busy, f"I4: {courier.endpoint.me}: something is in flight")

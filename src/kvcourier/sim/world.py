@@ -28,6 +28,7 @@ from kvcourier.sim.network import Network, Speed
 from kvcourier.sim.router import Ask, Dispatch, Ending, Router, prefill_request_of
 from kvcourier.sim.side_channel import Wire
 from kvcourier.sim.timeline import ProcessClock, Timeline
+from kvcourier.sim.timeliness import Timeliness
 
 SHORT = Timing(
     kv_lease_duration=6.0,
@@ -131,6 +132,8 @@ class World:
         for dispatch in self.router.dispatches:
             if dispatch.ending is None:
                 raise Violation(f"I3: dispatch {dispatch.number} has no end: {dispatch.ask}")
+        timeliness = Timeliness(self.instances, self.plan.faults, timing)
+        timeliness.require(self.router.dispatches)
         self.advance(2 * (timing.quarantine_limit_s + timing.kv_lease_duration))
         self.advance(2 * (timing.peer_idle_s + timing.registration_ttl_s))
         for instance in self.instances.values():
