@@ -37,6 +37,9 @@ long."""
 DEFAULT_GRANULARITY = Granularity.CHUNK
 """A layer at a time slows an eager prefill down more than it gains; see docs/benchmarks.md."""
 
+LEAST_PART_ON_GPU = 256 * MIB
+"""NVLink moves it in the time that a part costs in Python; on a CPU every part pays."""
+
 GPU_STAGING = StagingConfig(send_bytes=512 * MIB, receive_bytes=512 * MIB, slot_bytes=128 * MIB)
 CPU_STAGING = StagingConfig()
 """Slots of 128 MiB take 0.4 ms on NVLink; four of them keep it busy."""
@@ -68,6 +71,7 @@ class ConnectorSettings:
         recompute_threshold: tokens; a remainder of at most so many is computed, not fetched.
         may_receive: vLLM keeps blocks back until no step can write them (kv_consumer, kv_both).
         granularity: in which parts KV is sent while its prompt is computed.
+        least_part_bytes: what some layers must hold at least to be sent before the others.
         log_stories: every finished transfer's story goes into the log.
     """
 
@@ -77,6 +81,7 @@ class ConnectorSettings:
     recompute_threshold: int
     may_receive: bool
     granularity: Granularity = DEFAULT_GRANULARITY
+    least_part_bytes: int = 1
     log_stories: bool = False
 
 
@@ -137,6 +142,7 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
         recompute_threshold=int(_number(extra, "kv_recompute_threshold", 0)),
         may_receive=bool(transfer.is_kv_consumer),
         granularity=_choice(extra, "granularity", DEFAULT_GRANULARITY),
+        least_part_bytes=LEAST_PART_ON_GPU if on_gpu else 1,
         log_stories=extra.get("log_stories") is True,
     )
 

@@ -26,6 +26,7 @@ from kvcourier.runtime.reports import Outcome, Report, Side
 from kvcourier.transport.nixl import nixl_factory
 from kvcourier.vllm_connector.block_tables import BlockTable
 from kvcourier.vllm_connector.caches import WorkerCache, all_ranks, layer_number
+from kvcourier.vllm_connector.layer_pace import LayerPace
 from kvcourier.vllm_connector.progress import Progress, StepNews
 from kvcourier.vllm_connector.settings import ConnectorSettings
 from kvcourier.vllm_connector.stats import CourierStats, StatsRecorder
@@ -60,7 +61,8 @@ class WorkerSide:
         self._log_stories = settings.log_stories
         self._by_layer = settings.granularity is Granularity.LAYER
         self._progress: tuple[Progress, ...] = ()
-        self._num_layers_told = 0
+        self._layers_seen = False
+        self._pace = LayerPace(found.cache.geometries, settings.least_part_bytes)
         self._clock = step_clock(found.cache.regions[0])
         token = new_token()
         config = replace(settings.endpoint, cache_format=cache_format)
@@ -95,14 +97,18 @@ class WorkerSide:
         for request_id in news.rolled_back:
             self._courier.submit(PrefillRolledBack(request_id))
         self._progress = news.progress
-        self._num_layers_told = 0
+        self._layers_seen = False
+        self._pace.begin()
 
     def end_layer(self, layer_name: str) -> None:
         """The kernels that write one layer's KV of this step were launched."""
         last = [each for each in self._progress if each.is_last]
-        if last and self._by_layer:
-            self._num_layers_told += 1
-            self._tell(last, (layer_number(layer_name),))
+        if not last or not self._by_layer:
+            return
+        self._layers_seen = True
+        layers = self._pace.after(layer_number(layer_name), [each.num_tokens for each in last])
+        if layers:
+            self._tell(last, layers)
 
     def end_step(self) -> None:
         """All kernels of this step were launched."""
@@ -110,7 +116,7 @@ class WorkerSide:
         if not told:
             return
         self._tell(told, None)
-        if self._by_layer and not self._num_layers_told and any(each.is_last for each in told):
+        if self._by_layer and not self._layers_seen and any(each.is_last for each in told):
             self._by_layer = False
             _log.warning(
                 "vLLM calls no hook per layer in this configuration (full CUDA graphs?): KV is "
