@@ -23,6 +23,7 @@ from kvcourier.core.commands import (
     Disconnect,
     PostRead,
     PostWrite,
+    Probe,
     SendMessage,
     SendNotification,
     Tell,
@@ -36,11 +37,13 @@ from kvcourier.core.events import (
     MessageReceived,
     PeerConnected,
     PeerLost,
+    PeerProbed,
     PostRefused,
     PrefillAdvanced,
     PrefillFinished,
     PrefillRolledBack,
     RequestAborted,
+    Sign,
     TimePassed,
     TransferCompleted,
     TransferFailed,
@@ -93,6 +96,8 @@ class Item:
     """(side, block) that it reads or writes on arrival."""
     notice: Landed | None = None
     """What a WRITE brings along."""
+    message: object = None
+    """What a message or a notification says."""
 
     def __repr__(self) -> str:
         return f"{self.kind} {self.sender} -> {self.target}"
@@ -579,6 +584,8 @@ class Pair:
                 self.items.append(
                     Item("handshake", me, address, lambda: self._shake(side, me, address))
                 )
+            case Probe(peer):
+                self._probe(side, rank, peer)
             case PostWrite() | PostRead():
                 self._post(side, rank, command)
             case Tell(report):
@@ -592,7 +599,20 @@ class Pair:
             if side is not None:
                 self._handle(side, peer.rank, MessageReceived(decode(payload, LIMITS)))
 
-        self.items.append(Item(kind, me, peer, arrive))
+        self.items.append(Item(kind, me, peer, arrive, message=decode(payload, LIMITS)))
+
+    def _probe(self, side: Side, rank: Rank, peer: PeerRank) -> None:
+        """A look at the peer's process; lost, it finds it silent."""
+        me = side.rank(rank)
+
+        def tell(sign: Sign) -> None:
+            if self._side_of(me) is not None:
+                self._handle(side, rank, PeerProbed(peer, sign))
+
+        def arrive() -> None:
+            tell(Sign.GONE if self._side_of(peer) is None else Sign.RUNS)
+
+        self.items.append(Item("probe", me, peer, arrive, lambda: tell(Sign.SILENT)))
 
     def _shake(self, side: Side, me: PeerRank, address: InstanceAddress) -> None:
         asked = self.sides[address.engine_id]

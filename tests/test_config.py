@@ -15,6 +15,7 @@ from kvcourier.config import (
     Timing,
     TransferMode,
     side_channel_address,
+    timing_of,
 )
 from kvcourier.errors import ConfigError
 from kvcourier.ids import EngineId
@@ -46,8 +47,10 @@ def test_a_duration_is_a_number_of_seconds_above_zero(name, value):
 
 @pytest.mark.parametrize("name", DURATIONS)
 def test_a_duration_may_be_short_or_whole(name):
-    short = {"kv_lease_duration": 3, "heartbeat_s": 1}
-    assert getattr(Timing(**(short | {name: 1.0 if name == "heartbeat_s" else 60})), name)
+    short = {"kv_lease_duration": 3, "heartbeat_s": 1, "peer_silence_s": 3, "beat_s": 1}
+    assert getattr(
+        Timing(**(short | {name: 1.0 if name in ("heartbeat_s", "beat_s") else 60})), name
+    )
 
 
 def test_a_lease_outlasts_two_lost_heartbeats():
@@ -56,6 +59,20 @@ def test_a_lease_outlasts_two_lost_heartbeats():
         Timing(kv_lease_duration=30.0, heartbeat_s=10.1)
     with pytest.raises(ConfigError, match="heartbeat_s"):
         Timing(kv_lease_duration=10.0)
+
+
+def test_what_operators_choose_brings_along_what_follows_from_it():
+    assert timing_of(30.0, 60.0, 0.3) == Timing()
+    short = timing_of(3.0, 20.0, 0.1)
+    assert (short.heartbeat_s, short.beat_s) == (1.0, 0.05)
+    assert timing_of(30.0, 60.0, 5.0).beat_s == Timing().beat_s
+    for index, name in enumerate(
+        ("kv_lease_duration", "push_registration_timeout", "peer_silence_s")
+    ):
+        values = [30.0, 60.0, 0.3]
+        values[index] = 0.0
+        with pytest.raises(ConfigError, match=f"^{name}: "):
+            timing_of(*values)
 
 
 def test_limits_bound_everything_and_are_above_zero():

@@ -79,6 +79,9 @@ class Timing:
         quarantine_limit_s: until memory that a silent peer may still touch is given back all the
             same. Longer than any write that peer could still have in flight.
         peer_idle_s: how long an unused peer stays connected.
+        beat_s: how often a peer that a transfer waits for is asked for a sign of life.
+        peer_silence_s: how long it may give none, before its sockets are asked and, if they are
+            silent as well, its transfers fail. At least twice `beat_s`.
     """
 
     kv_lease_duration: float = 30.0
@@ -91,6 +94,8 @@ class Timing:
     transfer_timeout_s: float = 60.0
     quarantine_limit_s: float = 300.0
     peer_idle_s: float = 600.0
+    beat_s: float = 0.1
+    peer_silence_s: float = 0.3
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
@@ -103,6 +108,35 @@ class Timing:
                 f"({self.kv_lease_duration:g} s), found {self.heartbeat_s:g} s; a lease would end "
                 "after two lost heartbeats"
             )
+        if self.peer_silence_s < 2 * self.beat_s:
+            raise ConfigError(
+                f"peer_silence_s: expected at least twice beat_s ({self.beat_s:g} s), found "
+                f"{self.peer_silence_s:g} s; one late answer would end every transfer"
+            )
+
+
+def timing_of(
+    kv_lease_duration: float, push_registration_timeout: float, peer_silence_s: float
+) -> Timing:
+    """The durations that operators choose, and others that follow from them: a shorter lease needs
+    more heartbeats, a shorter silence more beats, and nobody should have to say both.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    default = Timing()
+    return Timing(
+        kv_lease_duration=kv_lease_duration,
+        heartbeat_s=_at_most(default.heartbeat_s, kv_lease_duration / 3),
+        push_registration_timeout=push_registration_timeout,
+        beat_s=_at_most(default.beat_s, peer_silence_s / 2),
+        peer_silence_s=peer_silence_s,
+    )
+
+
+def _at_most(default: float, limit: float) -> float:
+    """The default, or less; a limit that cannot be used is left to be refused by its own name."""
+    return min(default, limit) if limit > 0 else default
 
 
 class TransferPath(enum.StrEnum):

@@ -13,6 +13,7 @@ from kvcourier.core import handshake
 from kvcourier.core.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
+    Beat,
     Cancel,
     CloseStream,
     Collected,
@@ -56,6 +57,7 @@ MESSAGES: dict[str, AnyMessage] = {
         consumers=[(0, 0), (1, 0)],
         epoch=2,
     ),
+    "beat": Beat(DECODE, is_question=True),
     "registered": Registered(PREFILL, "cmpl-7-0123abcd", 2),
     "landed": Landed(
         PREFILL,

@@ -39,7 +39,9 @@ SHAPES = st.sampled_from(
         ({"num_blocks": 20}, WINDOWED),
     ]
 )
-TIMING = Timing(kv_lease_duration=20.0, heartbeat_s=3.0, quarantine_limit_s=1e6)
+TIMING = Timing(
+    kv_lease_duration=20.0, heartbeat_s=3.0, quarantine_limit_s=1e6, beat_s=2.0, peer_silence_s=6.0
+)
 
 
 class PairMachine(RuleBasedStateMachine):
@@ -237,7 +239,8 @@ class PairMachine(RuleBasedStateMachine):
         pair.deliver_all()
         pair.finish("p-last", "last", 30)
         pair.deliver_all()
-        assert pair.decode.outcomes("d-last") == {Outcome.RECEIVED, Outcome.RELEASED}
+        told = pair.decode.outcomes("d-last")
+        assert told == {Outcome.RECEIVED, Outcome.RELEASED}, pair.decode.reasons
 
 
 def is_computing(pair, request_id):

@@ -107,7 +107,7 @@ def test_the_tile_that_would_complete_it_waits_until_prefill_has_finished():
     pair.deliver_all()
     compute(pair, 40)
     pair.advance(1.0)
-    assert not pair.items
+    assert not tiles(pair)
     assert not pair.decode.outcomes("d1") and not pair.prefill.outcomes("p1")
     pair.finish("p1", "hello", 40)
     assert tiles(pair) == [(0, 40, (1,))]
@@ -416,7 +416,7 @@ def test_news_of_a_prompt_that_is_over_or_finished_means_nothing():
     assert received(pair)
     for event in (PrefillAdvanced(RequestId("p1"), blocks, 40), PrefillRolledBack(RequestId("p1"))):
         pair.engine(pair.prefill, event)
-    assert not pair.items
+    assert not tiles(pair)
 
 
 def test_epoch_and_layers_survive_the_wire():

@@ -1,7 +1,7 @@
 """Two instances on one memory network, with what tests of their couriers do to them."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from endpoint_rig import Rig
@@ -87,6 +87,11 @@ EMPTY = {"holds": 0, "wants": 0, "waiting_registrations": 0, "operations_in_flig
 def tables(rig: Rig) -> dict[str, int]:
     """Sizes of the core's tables that must be empty when nothing goes on."""
     return {name: sum(g[name] for _, g in rig.endpoint.snapshots().values()) for name in EMPTY}
+
+
+def counts(rig: Rig) -> Mapping[str, int]:
+    """What the core of an instance's first rank has counted."""
+    return rig.endpoint.snapshots()["pp0tp0"][0]
 
 
 def quarantined(rig: Rig) -> int:

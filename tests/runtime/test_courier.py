@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from endpoint_rig import DIRECT
+from endpoint_rig import DIRECT, WAIT_S
 from kvcourier.config import TransferMode
 from kvcourier.core.handshake import request
 from kvcourier.core.messages import (
@@ -26,6 +26,7 @@ from runtime.courier_world import (
     STOP,
     STRANGER,
     TARGET,
+    counts,
     describe,
     dropped,
     facts_for,
@@ -171,6 +172,85 @@ def test_a_peer_that_dies_under_a_write(world):
     decode.wait_for("d-x", Outcome.RECEIVE_FAILED)
     assert "is gone" in decode.of("d-x")[0].reason
     prefill.wait_for("p-x", Outcome.SEND_FAILED, Outcome.RELEASED)
+
+
+class Stall:
+    """Keeps a courier's thread at its next look at the data path, as a busy interpreter would."""
+
+    def __init__(self) -> None:
+        self.reached, self.over = threading.Event(), threading.Event()
+
+    def transport(self, world) -> type[MemoryTransport]:
+        stall = self
+
+        class Stalling(MemoryTransport):
+            def notifications(self) -> list:
+                if stall.armed:
+                    stall.reached.set()
+                    assert stall.over.wait(WAIT_S)
+                return super().notifications()
+
+        return lambda name: Stalling(world.network, name)
+
+    armed = False
+
+
+@pytest.mark.parametrize("stalled", ["p", "d"])
+def test_a_courier_that_is_kept_waiting_is_not_dead(world, stalled):
+    """A model's step may keep the interpreter for seconds; the transfer goes on after it."""
+    stall = Stall()
+    options = {"transport_factory": stall.transport(world)}
+    rigs = {name: world.rig(name, **(options if name == stalled else {})) for name in "pd"}
+    prefill, decode = rigs["p"], rigs["d"]
+    other = decode if stalled == "p" else prefill
+    prefill.hold("p-x", "t-x")
+    want(prefill, decode, "x")
+    decode.wait_until(lambda: "registered" in decode.whats("d-x"))
+    prefill.wait_until(lambda: "registered" in prefill.whats("t-x"))
+    stall.armed = True
+    assert stall.reached.wait(WAIT_S)
+    other.wait_until(lambda: counts(other)["peers_probed"] >= 3)
+    stall.armed = False
+    stall.over.set()
+    prefill.prefill("p-x", "x", SOURCE, STOP)
+    decode.wait_for("d-x", Outcome.RECEIVED, Outcome.RELEASED)
+    assert counts(prefill)["peers_silent"] == counts(decode)["peers_silent"] == 0
+    assert not decode.wrong("x", TARGET, 0, STOP)
+
+
+def test_a_courier_that_dies_is_known_at_once(world):
+    """What it has posted may still land, so nothing comes back before its process has ended."""
+    prefill, decode = world.pair()
+    prefill.hold("p-x", "t-x")
+    want(prefill, decode, "x")
+    decode.wait_until(lambda: "registered" in decode.whats("d-x"))
+    broken = RuntimeError("the network card is on fire")
+
+    def fail() -> list:
+        raise broken
+
+    world.transports["p"].notifications = fail
+    decode.wait_for("d-x", Outcome.RECEIVE_FAILED)
+    assert "nobody listens at its side channel" in decode.of("d-x")[0].reason
+    assert outcomes(decode, "d-x") == [Outcome.RECEIVE_FAILED]
+    assert quarantined(decode) == len(TARGET)
+    world.network.kill(world.transports["p"].agent_name)
+    decode.wait_for("d-x", Outcome.RELEASED)
+
+
+def test_a_peer_that_dies_while_it_is_waited_for(world):
+    """Nothing is posted to it: only its connection tells."""
+    prefill, decode = world.pair()
+    prefill.hold("p-x", "t-x")
+    want(prefill, decode, "x")
+    decode.wait_until(lambda: "registered" in decode.whats("d-x"))
+    prefill.wait_until(lambda: "registered" in prefill.whats("t-x"))
+    world.network.kill(world.transports["d"].agent_name)
+    decode.endpoint.close()
+    prefill.wait_until(lambda: "delivery_failed" in prefill.whats("t-x"))
+    prefill.prefill("p-x", "x", SOURCE, STOP)
+    prefill.wait_for("p-x", Outcome.SEND_FAILED, Outcome.RELEASED)
+    assert counts(prefill)["leases_expired"] == 0
 
 
 # Messages that nobody should send.

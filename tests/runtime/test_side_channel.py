@@ -311,6 +311,36 @@ def test_a_peer_whose_socket_broke_is_not_locked_out_by_its_ghost(open_channel):
     assert take(decode) == [(b"", b"answer")]
 
 
+def test_a_connection_that_breaks_is_told_once(open_channel):
+    prefill, decode = open_channel(P), open_channel(D)
+    decode.connect(P, HOST, prefill.port)
+    decode.send(P, b"hello")
+    take(prefill)
+    assert decode.resets() == []
+    prefill.close()
+    assert _until(decode, decode.resets, 1, lambda: None) == [P]
+    assert decode.resets() == []
+
+
+def test_a_connection_that_we_close_is_not_told_of(open_channel):
+    prefill, decode = open_channel(P), open_channel(D)
+    decode.connect(P, HOST, prefill.port)
+    decode.send(P, b"hello")
+    take(prefill)
+    decode.disconnect(P)
+    decode.wait(0.05)
+    assert decode.resets() == []
+
+
+def test_many_peers_can_be_watched(open_channel):
+    """More than ZMQ's default number of sockets: a rank may know a thousand peers."""
+    prefill, decode = open_channel(P), open_channel(D)
+    for index in range(400):
+        decode.connect(peer("p", index), HOST, prefill.port)
+    assert decode.send(peer("p", 399), b"hello")
+    assert take(prefill) == [(D_IDENTITY, b"hello")]
+
+
 def test_a_message_that_is_too_long_is_dropped_without_harm(open_channel):
     prefill, decode, other = open_channel(P), open_channel(D), open_channel(peer("e"))
     decode.connect(P, HOST, prefill.port)

@@ -19,9 +19,9 @@ from kvcourier.config import (
     PathPolicy,
     Posting,
     StagingConfig,
-    Timing,
     TransferMode,
     side_channel_address,
+    timing_of,
 )
 from kvcourier.http_server import bind, serve_until_stopped
 from kvcourier.ids import EngineId
@@ -69,6 +69,7 @@ class InstanceSettings:
     first_token_seeding: bool
     kv_lease_duration: float
     push_registration_timeout: float
+    peer_silence_s: float
     kv_load_failure_policy: LoadFailurePolicy
     kv_recompute_threshold: int
     posting: Posting
@@ -126,20 +127,16 @@ def make_endpoint_config(settings: InstanceSettings) -> EndpointConfig:
     host, port = side_channel_address(
         settings.side_channel_host, settings.side_channel_port, settings.dp_rank
     )
-    default = Timing()
     return EndpointConfig(
         engine_id=EngineId(settings.engine_id or uuid.uuid4().hex),
         model=settings.api_name,
         modes=settings.kv_modes,
         side_channel_host=host,
         side_channel_port=port,
-        timing=Timing(
-            kv_lease_duration=settings.kv_lease_duration,
-            # A shorter lease needs more heartbeats; nobody should have to say both.
-            heartbeat_s=min(default.heartbeat_s, settings.kv_lease_duration / 3)
-            if settings.kv_lease_duration > 0
-            else default.heartbeat_s,
-            push_registration_timeout=settings.push_registration_timeout,
+        timing=timing_of(
+            settings.kv_lease_duration,
+            settings.push_registration_timeout,
+            settings.peer_silence_s,
         ),
         courier=CourierConfig(
             backends=settings.nixl_backends,

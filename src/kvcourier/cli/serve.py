@@ -178,6 +178,13 @@ def serve(
         float,
         typer.Option(help="Seconds until a decode instance gives up on a push."),
     ] = _TIMING.push_registration_timeout,
+    peer_silence_s: Annotated[
+        float,
+        typer.Option(
+            help="Seconds without a sign of life until transfers with an instance fail that has "
+            "stopped or cannot be reached. One that has died is known at once."
+        ),
+    ] = _TIMING.peer_silence_s,
     kv_load_failure_policy: Annotated[
         LoadFailurePolicy,
         typer.Option(help="If KV does not come."),
@@ -263,6 +270,7 @@ def serve(
             first_token_seeding=first_token_seeding,
             kv_lease_duration=kv_lease_duration,
             push_registration_timeout=push_registration_timeout,
+            peer_silence_s=peer_silence_s,
             kv_load_failure_policy=kv_load_failure_policy,
             kv_recompute_threshold=kv_recompute_threshold,
             posting=posting,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvcourier.config import TransferMode
 from kvcourier.core.events import BlockGroups, OperationId
-from kvcourier.core.messages import AnyMessage, Cancel, Landed, Register, span_of
+from kvcourier.core.messages import AnyMessage, Beat, Cancel, Landed, Register, span_of
 from kvcourier.core.outcomes import Report
 from kvcourier.ids import InstanceAddress, PeerRank
 from kvcourier.layout.geometry import TokenSpan
@@ -47,7 +47,19 @@ class SendNotification:
 
     peer: PeerRank
     address: InstanceAddress
-    message: Register | Cancel
+    message: Register | Cancel | Beat
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Look whether the process of a connected peer's rank is there and runs.
+
+    Answered by PeerProbed, a little after `timeout_s` at the latest.
+    """
+
+    peer: PeerRank
+    address: InstanceAddress
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,5 +125,13 @@ class Tell:
 
 
 Command = (
-    Connect | Disconnect | SendMessage | SendNotification | PostWrite | PostRead | Abandon | Tell
+    Connect
+    | Disconnect
+    | SendMessage
+    | SendNotification
+    | Probe
+    | PostWrite
+    | PostRead
+    | Abandon
+    | Tell
 )

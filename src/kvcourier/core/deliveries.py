@@ -31,9 +31,13 @@ class Deliveries:
     def __init__(self, space: Workspace) -> None:
         self._space = space
 
+    def is_alive(self, delivery: Delivery) -> bool:
+        """Whether something is still to be written for it."""
+        return delivery.state in _ALIVE and not delivery.reason
+
     def advance(self, delivery: Delivery) -> None:
         """Do what can be done: acknowledge once the peer is connected, post what is written."""
-        if delivery.state not in _ALIVE or delivery.reason:
+        if not self.is_alive(delivery):
             return
         peer = self._space.peers.get(delivery.registration.address)
         if peer is None or peer.state is not PeerState.CONNECTED:
@@ -93,7 +97,7 @@ class Deliveries:
 
     def fail(self, delivery: Delivery, reason: str) -> None:
         """A registration cannot be served (any more); what flies is waited for."""
-        if delivery.state not in _ALIVE or delivery.reason:
+        if not self.is_alive(delivery):
             return
         quiet = self._space.flights.quiet(delivery.owner)
         delivery.reason = reason

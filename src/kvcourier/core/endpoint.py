@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvcourier.config import Limits, Timing
-from kvcourier.core.commands import Command, SendMessage
+from kvcourier.core.commands import Command
 from kvcourier.core.events import (
     BlocksReserved,
     ConnectFailed,
@@ -23,6 +23,8 @@ from kvcourier.core.events import (
     OperationId,
     PeerConnected,
     PeerLost,
+    PeerProbed,
+    PeerReset,
     PostRefused,
     PrefillAdvanced,
     PrefillFinished,
@@ -35,9 +37,11 @@ from kvcourier.core.events import (
     WantBegun,
     WantDeclined,
 )
+from kvcourier.core.heartbeats import Heartbeats
 from kvcourier.core.holder import Holder
 from kvcourier.core.lifecycle import HoldState, WantState
 from kvcourier.core.messages import (
+    Beat,
     Cancel,
     Collected,
     CoreMessage,
@@ -48,18 +52,16 @@ from kvcourier.core.messages import (
     Registered,
     Renew,
     Renewed,
-    RenewItem,
 )
 from kvcourier.core.peers import Peer, PeerState
 from kvcourier.core.stories import StoryEntry
 from kvcourier.core.wanter import Wanter, WritePreference
 from kvcourier.core.wants import WriteTarget
+from kvcourier.core.watch import Watch
 from kvcourier.core.workspace import Counted, TimerKind, Workspace
 from kvcourier.errors import MappingError
 from kvcourier.ids import InstanceAddress, PeerRank, Rank, RequestId
 from kvcourier.layout.geometry import GroupGeometries
-
-_MAX_OPEN_BEATS = 4096
 
 
 class Endpoint:
@@ -88,15 +90,15 @@ class Endpoint:
         self._space = Workspace(me, geometries, timing, limits)
         self._holder = Holder(self._space)
         self._wanter = Wanter(self._space, address, prefers_write)
-        self._beat_serial = 0
-        self._beats: dict[tuple[PeerRank, int], float] = {}
+        self._heartbeats = Heartbeats(self._space, self._wanter)
+        self._watch = Watch(self._space, self._needed_at, self._on_peer_silent)
         self._timer_handlers: Mapping[TimerKind, Callable[[Any], object]] = {
             **self._holder.on_timer,
             **self._wanter.on_timer,
+            **self._heartbeats.on_timer,
+            **self._watch.on_timer,
             TimerKind.CONNECT: self._on_connect_overdue,
             TimerKind.PEER_IDLE: self._space.forget_peer,
-            TimerKind.BEAT: self._on_beat_due,
-            TimerKind.ASK: self._on_ask_due,
         }
 
     # The four verbs.
@@ -186,6 +188,7 @@ class Endpoint:
             "waiting_registrations": self._holder.num_waiting,
             "operations_in_flight": len(self._space.flights),
             "peers": len(self._space.peers),
+            "watched_peers": len(self._watch),
             "quarantined_blocks": sum(len(group) for groups in quarantined for group in groups),
         }
 
@@ -226,6 +229,10 @@ class Endpoint:
                 self._on_connect_failed(address, reason)
             case PeerLost():
                 self._on_peer_lost(event)
+            case PeerProbed(peer, sign):
+                self._watch.on_probed(peer, sign)
+            case PeerReset(peer):
+                self._watch.on_reset(peer)
             case TransferPosted():
                 self._on_posted(event)
             case PostRefused(operation_id, reason) | TransferFailed(operation_id, reason):
@@ -234,6 +241,7 @@ class Endpoint:
                 self._on_operation_ended(operation_id, None)
 
     def _on_message(self, message: CoreMessage) -> None:
+        self._watch.heard(message.sender.peer())
         match message:
             case Register():
                 self._replace_if_restarted(message)
@@ -253,7 +261,9 @@ class Endpoint:
             case Fenced():
                 self._wanter.on_fenced(message)
             case Renewed():
-                self._on_renewed(message)
+                self._heartbeats.on_renewed(message)
+            case Beat():
+                self._watch.on_beat(message)
 
     # Peers.
 
@@ -294,7 +304,7 @@ class Endpoint:
         self._space.peers.remove(address)
         successor = self._space.peers.add(address)
         reason = f"{address} was restarted"
-        self._holder.on_peer_failed(address, reason)
+        self._holder.on_peer_lost(address, peer.incarnation, reason)
         self._wanter.on_peer_lost(address, reason)
         if successor is not None:
             successor.users |= users
@@ -320,8 +330,21 @@ class Endpoint:
             return
         self._space.counts[Counted.PEERS_LOST] += 1
         self._space.forget_peer(event.address)
-        self._holder.on_peer_failed(event.address, event.reason)
+        self._holder.on_peer_lost(event.address, event.incarnation, event.reason)
         self._wanter.on_peer_lost(event.address, event.reason)
+
+    def _on_peer_silent(self, address: InstanceAddress, reason: str) -> None:
+        """Nobody waits for it any longer, but what it may touch stays out of use."""
+        self._holder.on_peer_silent(address, reason)
+        self._wanter.on_peer_silent(address, reason)
+
+    def _needed_at(self, address: InstanceAddress) -> set[PeerRank]:
+        """Ranks of a connected peer, in its present life, that a transfer waits for."""
+        peer = self._space.peers.get(address)
+        if peer is None or peer.state is not PeerState.CONNECTED:
+            return set()
+        needed = self._holder.needed_at(address) | self._wanter.needed_at(address)
+        return {rank for rank in needed if rank.incarnation == peer.incarnation}
 
     def _replace_if_restarted(self, message: Register) -> None:
         """A registration from a new life at a known address means that the old one is over."""
@@ -362,38 +385,3 @@ class Endpoint:
             self._holder.on_landed(owner, reason)
         else:
             self._wanter.on_operation_ended(owner, reason)
-
-    # Heartbeats.
-
-    def _on_beat_due(self, address: InstanceAddress) -> None:
-        if self._send_renewals(self._wanter.beat_items(address)):
-            self._space.set_timer(TimerKind.BEAT, address, self._space.timing.heartbeat_s)
-
-    def _on_ask_due(self, request_id: RequestId) -> None:
-        """Renew one request now; it joins its peer's heartbeat."""
-        address = self._wanter.address_of(request_id)
-        self._send_renewals(self._wanter.ask_items(request_id))
-        if address is not None and (TimerKind.BEAT, address) not in self._space.timers:
-            self._space.set_timer(TimerKind.BEAT, address, self._space.timing.heartbeat_s)
-
-    def _send_renewals(self, items: Mapping[PeerRank, list[RenewItem]]) -> bool:
-        for peer, renewals in items.items():
-            self._beat_serial = (self._beat_serial + 1) % (1 << 31)
-            self._beats[peer, self._beat_serial] = self._space.now
-            self._space.emit(
-                SendMessage(peer, Renew(self._space.sender, self._beat_serial, renewals))
-            )
-        while len(self._beats) > _MAX_OPEN_BEATS:
-            del self._beats[next(iter(self._beats))]
-        return bool(items)
-
-    def _on_renewed(self, message: Renewed) -> None:
-        peer = message.sender.peer()
-        asked_at = self._beats.pop((peer, message.serial), None)
-        if asked_at is None:
-            self._space.counts[Counted.MESSAGES_IGNORED] += 1
-            return
-        for request_id in message.known:
-            self._wanter.on_lease_answer(peer, RequestId(request_id), asked_at, message.granted_s)
-        for request_id in message.unknown:
-            self._wanter.on_lease_refused(peer, RequestId(request_id), asked_at)

@@ -3,6 +3,7 @@
 Decides the closed list. Each is a fact in the past tense. Refuses to know what follows from it.
 """
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NewType
@@ -15,6 +16,7 @@ from kvcourier.ids import (
     HoldId,
     Incarnation,
     InstanceAddress,
+    PeerRank,
     Rank,
     RequestId,
     TransferKey,
@@ -160,6 +162,36 @@ class PeerLost:
     reason: str
 
 
+class Sign(enum.StrEnum):
+    """What a closer look at a peer's process has found.
+
+    GONE is no proof that its memory is out of reach: a listener can end before its process does,
+    and between the two of us something else may refuse.
+    """
+
+    RUNS = "runs"
+    """It answers, though its courier may not."""
+    SILENT = "silent"
+    """It does not: stopped, or out of reach."""
+    GONE = "gone"
+    """There is nobody at its address."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerProbed:
+    """Answers `Probe`."""
+
+    peer: PeerRank
+    sign: Sign
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReset:
+    """The side channel's connection to a peer rank broke: a hint that it may be gone."""
+
+    peer: PeerRank
+
+
 @dataclass(frozen=True, slots=True)
 class TransferPosted:
     """Answers PostWrite and PostRead; TransferCompleted or TransferFailed will follow.
@@ -223,6 +255,8 @@ Event = (
     | PeerConnected
     | ConnectFailed
     | PeerLost
+    | PeerProbed
+    | PeerReset
     | TransferPosted
     | PostRefused
     | TransferCompleted

@@ -40,7 +40,7 @@ from kvcourier.core.peers import Peer, PeerState
 from kvcourier.core.rendezvous import Rendezvous
 from kvcourier.core.workspace import Counted, Owner, TimerKind, Workspace
 from kvcourier.errors import LocalProtocolError
-from kvcourier.ids import InstanceAddress, PeerRank, RequestId, hold_serial
+from kvcourier.ids import Incarnation, InstanceAddress, PeerRank, RequestId, hold_serial
 
 _MAX_REMEMBERED = 4096
 
@@ -259,9 +259,8 @@ class Holder:
         for registration in list(self._waiting.values()):
             if registration.address == peer.address:
                 self._acknowledge_waiting(registration, peer)
-        for delivery in list(self._by_delivery.values()):
-            if delivery.registration.address == peer.address:
-                self._deliveries.advance(delivery)
+        for delivery in self._deliveries_to(peer.address):
+            self._deliveries.advance(delivery)
 
     def on_peer_failed(self, address: InstanceAddress, reason: str) -> None:
         """A peer could not be connected, or is gone: nothing more can be posted to it."""
@@ -269,9 +268,29 @@ class Holder:
             if registration.address == address:
                 self._drop_waiting(key)
                 self._deliveries.refuse(registration, reason)
-        for delivery in list(self._by_delivery.values()):
-            if delivery.registration.address == address:
-                self._deliveries.fail(delivery, reason)
+        for delivery in self._deliveries_to(address):
+            self._deliveries.fail(delivery, reason)
+
+    def on_peer_lost(self, address: InstanceAddress, incarnation: Incarnation, reason: str) -> None:
+        """That life is over, and nobody else may have what was promised to it."""
+        self.on_peer_failed(address, reason)
+        for hold in self.holds:
+            if hold.bound is not None and hold.bound[:2] == (address.engine_id, incarnation):
+                hold.forsaken = hold.forsaken or reason
+                self._settle(hold)
+
+    def on_peer_silent(self, address: InstanceAddress, reason: str) -> None:
+        """Nothing more is posted to it. Its prompts are kept, for it may still ask."""
+        for delivery in self._deliveries_to(address):
+            self._deliveries.fail(delivery, reason)
+
+    def needed_at(self, address: InstanceAddress) -> set[PeerRank]:
+        """The ranks there that are written to, or will be."""
+        return {
+            delivery.registration.peer
+            for delivery in self._deliveries_to(address)
+            if self._deliveries.is_alive(delivery)
+        }
 
     def on_landed(self, owner: Owner, reason: str | None) -> None:
         """A write is terminal; `reason` says why it failed, None that it did not."""
@@ -344,6 +363,7 @@ class Holder:
         if peer is None:
             self._deliveries.fail(delivery, "too many peers")
         else:
+            self._space.watch(registration.address)
             self._deliveries.advance(delivery)
 
     def _wait(self, registration: Registration) -> None:
@@ -398,6 +418,9 @@ class Holder:
             registration.address, registration.request_id, TransferMode.PUSH
         )
 
+    def _deliveries_to(self, address: InstanceAddress) -> list[Delivery]:
+        return [each for each in self._by_delivery.values() if each.registration.address == address]
+
     # Holds.
 
     def _find(self, name: HoldName, peer: PeerRank, request_id: RequestId) -> Hold | None:
@@ -420,10 +443,13 @@ class Holder:
         self._settle(hold)
 
     def _settle(self, hold: Hold) -> None:
-        """End a finished hold when every rank that needs it is served."""
-        if hold.state is not HoldState.HELD or not hold.all_served:
+        """End a finished hold when every rank that needs it is served, or has gone."""
+        if hold.state is not HoldState.HELD:
             return
-        if CANCELLED in hold.served.values():
+        if not hold.all_served:
+            if hold.forsaken:
+                self._end(hold, Outcome.SEND_FAILED, hold.forsaken)
+        elif CANCELLED in hold.served.values():
             self._end(hold, Outcome.SEND_FAILED, "the decode instance cancelled it")
         else:
             self._end(hold, Outcome.SENT, "served")

@@ -111,6 +111,7 @@ class Hold:
         bound: the one request that may have it.
         needed: ranks of its instance that take something from ours.
         served: those of them that have it or want it no more, each with how.
+        forsaken: why the one that may have it will not come any more, if so.
     """
 
     request_id: RequestId
@@ -128,6 +129,7 @@ class Hold:
     bound: Wanter | None = None
     needed: set[Rank] = field(default_factory=set)
     served: dict[Rank, str] = field(default_factory=dict)
+    forsaken: str = ""
     reason: str = ""
 
     def bind(self, peer: PeerRank, request_id: RequestId, consumers: list[tuple[int, int]]) -> bool:

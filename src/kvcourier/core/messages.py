@@ -28,7 +28,7 @@ from kvcourier.layout.geometry import TokenSpan
 PROTOCOL_VERSION = 3
 """1: first version. 2: offers have cache groups and staging memory, lists of block ids begin with
 the window, packed streams, a `Landed` with a newer epoch voids older ones. 3: a `Landed` may carry
-a continuation."""
+a continuation; beats."""
 
 REGISTRATION_PREFIX = b"PUSH_REG:"
 """Starts a registration's notification, as in vLLM, so that a foreign one is recognised."""
@@ -208,6 +208,17 @@ class Renewed(Message, frozen=True, tag="renewed"):
     unknown: list[Text]
 
 
+class Beat(Message, frozen=True, tag="beat"):
+    """Between any two ranks that a transfer connects: a sign of life.
+
+    A question is answered by one that is none, over the side channel, unless the one who is asked
+    asks as well. It may come over the data path too, where a peer that is dead is known at once.
+    """
+
+    sender: SenderFields
+    is_question: bool
+
+
 class OpenStream(Message, frozen=True, tag="open_stream"):
     """Holder to wanter: these tiles will come packed, in parcels; grant me staging slots.
 
@@ -261,12 +272,14 @@ class CloseStream(Message, frozen=True, tag="close_stream"):
 StreamMessage = OpenStream | GrantSlots | RefuseStream | Parcel | CloseStream
 """What the packed path says; the endpoint's core does not see it."""
 
-CoreMessage = Register | Registered | Landed | Fail | Cancel | Fenced | Collected | Renew | Renewed
+CoreMessage = (
+    Register | Registered | Landed | Fail | Cancel | Fenced | Collected | Renew | Renewed | Beat
+)
 AnyMessage = CoreMessage | StreamMessage
 
 ON_DATA_PATH = (Register, Landed, Parcel)
-"""Messages that come as NIXL notifications only. A `Cancel` comes both ways, all others come over
-the side channel only."""
+"""Messages that come as NIXL notifications only. A `Cancel` and a `Beat` come both ways, all
+others come over the side channel only."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

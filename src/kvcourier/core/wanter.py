@@ -28,6 +28,7 @@ from kvcourier.ids import InstanceAddress, PeerRank, RequestId
 
 _MAX_CONNECTS = 2
 _AWAITING_WRITE = frozenset({WantState.REGISTERING, WantState.REGISTERED})
+_AWAITING_PEER = _AWAITING_WRITE | {WantState.READING, WantState.PROVING}
 _BEFORE_BLOCKS = frozenset({WantState.QUEUED, WantState.PARTING})
 _NOT_RENEWED = frozenset({WantState.PARTING, WantState.QUARANTINED})
 _TIMEOUT_REASONS = {
@@ -252,6 +253,21 @@ class Wanter:
             else:
                 self._end(want, Outcome.RECEIVE_FAILED, reason)
 
+    def on_peer_silent(self, address: InstanceAddress, reason: str) -> None:
+        """Nobody waits for it any longer. What it may still write to stays quarantined."""
+        for want in self.wants:
+            if want.address == address and want.state in _AWAITING_PEER:
+                self._end(want, Outcome.RECEIVE_FAILED, reason)
+
+    def needed_at(self, address: InstanceAddress) -> set[PeerRank]:
+        """The ranks there that must write, answer, or keep what is READ."""
+        return {
+            link.peer
+            for want in self._wants.values()
+            if want.address == address and want.state in _AWAITING_PEER
+            for link in want.sources
+        }
+
     def on_operation_ended(self, owner: Owner, reason: str | None) -> None:
         """A READ is terminal; `reason` says why it failed, None that it did not."""
         want = self._wants[owner[1]]
@@ -361,6 +377,7 @@ class Wanter:
             link.may_write = True
             self._asks.register(want, link)
         self._space.set_timer(TimerKind.RESEND, want.request_id, self._space.timing.resend_s)
+        self._space.watch(want.address)
 
     def _read(self, want: Want) -> None:
         want.advance(WantEvent.READ_POSTED)
@@ -371,6 +388,7 @@ class Wanter:
         self._space.set_timer(TimerKind.ASK, want.request_id, 0.0)
         for link in want.sources:
             self._asks.read(want, link)
+        self._space.watch(want.address)
 
     def _prove(self, want: Want) -> None:
         """A READ counts only if every holder still held the KV when it had ended."""

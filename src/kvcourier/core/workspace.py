@@ -34,6 +34,8 @@ class Counted(enum.StrEnum):
     MESSAGES_IGNORED = "messages_ignored"
     QUARANTINES_EXPIRED = "quarantines_expired"
     PEERS_LOST = "peers_lost"
+    PEERS_SILENT = "peers_silent"
+    PEERS_PROBED = "peers_probed"
 
 
 class TimerKind(enum.Enum):
@@ -41,8 +43,9 @@ class TimerKind(enum.Enum):
 
     CONNECT = "connect"
     PEER_IDLE = "peer_idle"
-    BEAT = "beat"
+    HEARTBEAT = "heartbeat"
     ASK = "ask"
+    WATCH = "watch"
     REGISTRATION = "registration"
     DELIVERY = "delivery"
     HOLD_QUARANTINE = "hold_quarantine"
@@ -133,6 +136,11 @@ class Workspace:
         self.cancel_timer(TimerKind.PEER_IDLE, address)
         return peer
 
+    def watch(self, address: InstanceAddress) -> None:
+        """Some transfer waits for this peer from now on; see `core.watch`."""
+        if (TimerKind.WATCH, address) not in self.timers:
+            self.set_timer(TimerKind.WATCH, address, self.timing.beat_s)
+
     def shake_again(self, address: InstanceAddress, mode: TransferMode) -> None:
         """Ask a connected peer who it is; whoever needs the answer has a deadline of its own."""
         self.emit(Connect(address, mode))
@@ -148,7 +156,7 @@ class Workspace:
 
     def forget_peer(self, address: InstanceAddress) -> Peer | None:
         """Drop the entry with its timers and have the driver drop the connection."""
-        for kind in (TimerKind.CONNECT, TimerKind.PEER_IDLE, TimerKind.BEAT):
+        for kind in (TimerKind.CONNECT, TimerKind.PEER_IDLE, TimerKind.HEARTBEAT):
             self.cancel_timer(kind, address)
         peer = self.peers.remove(address)
         if peer is not None:

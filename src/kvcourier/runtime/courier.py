@@ -22,6 +22,7 @@ from kvcourier.core.commands import (
     Disconnect,
     PostRead,
     PostWrite,
+    Probe,
     SendMessage,
     SendNotification,
     Tell,
@@ -34,12 +35,15 @@ from kvcourier.core.events import (
     MessageReceived,
     PeerConnected,
     PeerLost,
+    PeerReset,
+    Sign,
     TimePassed,
 )
 from kvcourier.core.handshake import Facts, StagingOffer, read_answer, request
 from kvcourier.core.messages import (
     ON_DATA_PATH,
     AnyMessage,
+    Beat,
     Cancel,
     CloseStream,
     GrantSlots,
@@ -72,6 +76,7 @@ from kvcourier.runtime.packed_sender import PackedSender
 from kvcourier.runtime.postings import Postings
 from kvcourier.runtime.side_channel import Channel, sender_matches
 from kvcourier.runtime.staging import StagingPair
+from kvcourier.runtime.vital_signs import VitalSigns
 from kvcourier.transport.interface import Notification, Transport
 
 _log = logging.getLogger(__name__)
@@ -124,6 +129,7 @@ class Courier:
         self._channel = channel
         self._staging = staging
         self._contacts = Contacts(cache, transport, channel)
+        self._vital_signs = VitalSigns(channel.wake)
         self._facts = facts
         self._config = config
         self._limits = limits
@@ -249,6 +255,8 @@ class Courier:
             # and stops serving, rather than serving with KV of unknown state.
             self.error = error
             _log.exception("courier %s died", self._thread.name)
+            # Peers see it at once; what this life has posted may be in flight all the same.
+            self._channel.close()
             self._on_death()
         finally:
             for item in list(self._inbox):
@@ -270,6 +278,10 @@ class Courier:
             self._on_side_message(identity, payload)
         for notification in self._transport.notifications():
             self._on_notification(notification)
+        for peer in self._channel.resets():
+            self._handle(PeerReset(peer))
+        for probed in self._vital_signs.take():
+            self._handle(probed)
         for event in self._postings.poll():
             self._handle(event)
         for landed in self._receiver.poll():
@@ -343,6 +355,8 @@ class Courier:
                 self._connect(address, mode)
             case Disconnect(address):
                 self._disconnect(address)
+            case Probe(peer, address, timeout_s):
+                self._probe(peer, address, timeout_s)
             case Abandon(operation_id):
                 self._postings.abandon(operation_id)
 
@@ -363,6 +377,14 @@ class Courier:
             self._postings.lose(peer, f"{address} was disconnected")
             self._receiver.lose(peer)
         self._contacts.remove(address)
+
+    def _probe(self, peer: PeerRank, address: InstanceAddress, timeout_s: float) -> None:
+        try:
+            host, port = self._contacts.get(address, peer).side_channel(peer.rank)
+        except TransportError:
+            self._vital_signs.say(peer, Sign.SILENT)
+        else:
+            self._vital_signs.look_at(peer, host, port, timeout_s)
 
     def _notify(self, peer: PeerRank, address: InstanceAddress, payload: bytes) -> None:
         try:
@@ -420,7 +442,7 @@ class Courier:
         match message:
             case Parcel():
                 self._receiver.on_message(message)
-            case Register() | Landed() | Cancel():
+            case Register() | Landed() | Cancel() | Beat():
                 self._handle(MessageReceived(message))
             case _:
                 self._drop_foreign(message)

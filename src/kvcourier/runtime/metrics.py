@@ -188,11 +188,14 @@ _HELP = {
     "messages_ignored": "Well-formed messages that fitted no request.",
     "quarantines_expired": "Memory given back although a silent peer had never confirmed.",
     "peers_lost": "Peers that went away or were replaced.",
+    "peers_silent": "Peers whose transfers failed because they gave no sign of life.",
+    "peers_probed": "Closer looks at a peer that was silent, or whose connection broke.",
     "holds": "Prompts held for somebody.",
     "wants": "Requests waiting for somebody's KV.",
     "waiting_registrations": "Registrations whose prompt has not come yet.",
     "operations_in_flight": "Operations posted and not terminal.",
     "peers": "Peers connected or being connected.",
+    "watched_peers": "Ranks of peers that transfers wait for, which are asked for signs of life.",
     "quarantined_blocks": "Blocks that nobody may use because something may still touch them.",
 }
 

@@ -21,6 +21,8 @@ from kvcourier.ids import InstanceAddress, PeerRank
 
 _log = logging.getLogger(__name__)
 _MAX_QUEUED = 4096
+_MAX_SOCKETS = 1 << 16
+"""Three for each rank of a peer, one to talk and two to watch it. ZMQ's own limit is 1023."""
 _STOP_POLL_MS = 100
 
 
@@ -122,6 +124,7 @@ class SideChannel:
         self._identity = identity_of(me)
         self._max_message_bytes = max_message_bytes
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._poller = zmq.Poller()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
@@ -133,6 +136,7 @@ class SideChannel:
         self._inbox.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.port = _bind(self._inbox, host, 0)
         self._outgoing: dict[PeerRank, zmq.Socket[bytes]] = {}
+        self._monitors: dict[PeerRank, zmq.Socket[bytes]] = {}
         self._handshakes: dict[InstanceAddress, zmq.Socket[bytes]] = {}
 
     def wake(self) -> None:
@@ -174,15 +178,29 @@ class SideChannel:
             socket = self._socket(zmq.DEALER)
             socket.setsockopt(zmq.ROUTING_ID, self._identity)
             _connect(socket, host, port)
-            self._poller.register(socket, zmq.POLLIN)
-            self._outgoing[peer] = socket
+            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            for each in (socket, monitor):
+                self._poller.register(each, zmq.POLLIN)
+            self._outgoing[peer], self._monitors[peer] = socket, monitor
 
     def disconnect(self, peer: PeerRank) -> None:
         """Close the outgoing socket; unknown peers are fine."""
         socket = self._outgoing.pop(peer, None)
         if socket is not None:
-            self._poller.unregister(socket)
+            for each in (socket, self._monitors.pop(peer)):
+                self._poller.unregister(each)
+            socket.disable_monitor()
             socket.close()
+
+    def resets(self) -> list[PeerRank]:
+        """Peers whose connection has broken since the last time; ZMQ tries to connect again."""
+        broken = []
+        for peer, monitor in self._monitors.items():
+            if _readable(monitor):
+                broken.append(peer)
+                while _readable(monitor):
+                    monitor.recv_multipart()
+        return broken
 
     def send(self, peer: PeerRank, payload: bytes) -> bool:
         """Send by the outgoing socket, else back the way the peer reached us.

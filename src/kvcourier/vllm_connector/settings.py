@@ -19,6 +19,7 @@ from kvcourier.config import (
     StagingConfig,
     Timing,
     side_channel_address,
+    timing_of,
 )
 from kvcourier.errors import ConfigError
 from kvcourier.ids import EngineId, Incarnation
@@ -50,6 +51,7 @@ _KNOWN_KEYS = frozenset(
         "num_threads",
         "kv_lease_duration",
         "push_registration_timeout",
+        "peer_silence_s",
         "kv_recompute_threshold",
         "transfer_path",
         "staging_mib",
@@ -109,13 +111,11 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
         raise ConfigError(
             f"{SIDE_CHANNEL_PORT_VARIABLE}: expected a port that peers can be told, found 0"
         )
-    lease_s = _number(extra, "kv_lease_duration", _TIMING.kv_lease_duration)
-    timing = Timing(
-        kv_lease_duration=lease_s,
-        heartbeat_s=min(_TIMING.heartbeat_s, lease_s / 3) if lease_s > 0 else _TIMING.heartbeat_s,
-        push_registration_timeout=_number(
-            extra, "push_registration_timeout", _TIMING.push_registration_timeout
-        ),
+    timing = timing_of(
+        *(
+            _number(extra, key, getattr(_TIMING, key))
+            for key in ("kv_lease_duration", "push_registration_timeout", "peer_silence_s")
+        )
     )
     on_gpu = vllm_config.device_config.device_type != "cpu"
     backends = extra.get("backends", list(_COURIER.backends))
