@@ -58,7 +58,6 @@ class Probe:
     """
 
     peer: PeerRank
-    address: InstanceAddress
     timeout_s: float
 
 

@@ -129,7 +129,7 @@ class Watch:
         self._space.counts[Counted.PEERS_PROBED] += 1
         beat = Beat(self._space.sender, is_question=True)
         self._space.emit(SendNotification(peer, watched.address, beat))
-        self._space.emit(Probe(peer, watched.address, self._space.timing.beat_s))
+        self._space.emit(Probe(peer, self._space.timing.beat_s))
         self._shake_again(watched.address)
 
     def _shake_again(self, address: InstanceAddress) -> None:

@@ -60,10 +60,6 @@ class Contact:
         """Whether that rank can send packed."""
         return self._rank(rank).packs
 
-    def side_channel(self, rank: Rank) -> tuple[str, int]:
-        """Host and port of that rank's inbox."""
-        return self.address.host, self._rank(rank).side_channel_port
-
     def close(self) -> None:
         """Forget its agents; operations in flight go on being polled."""
         for agent in self._agents.values():

@@ -36,7 +36,6 @@ from kvcourier.core.events import (
     PeerConnected,
     PeerLost,
     PeerReset,
-    Sign,
     TimePassed,
 )
 from kvcourier.core.handshake import Facts, StagingOffer, read_answer, request
@@ -76,7 +75,6 @@ from kvcourier.runtime.packed_sender import PackedSender
 from kvcourier.runtime.postings import Postings
 from kvcourier.runtime.side_channel import Channel, sender_matches
 from kvcourier.runtime.staging import StagingPair
-from kvcourier.runtime.vital_signs import VitalSigns
 from kvcourier.transport.interface import Notification, Transport
 
 _log = logging.getLogger(__name__)
@@ -129,7 +127,6 @@ class Courier:
         self._channel = channel
         self._staging = staging
         self._contacts = Contacts(cache, transport, channel)
-        self._vital_signs = VitalSigns(channel.wake)
         self._facts = facts
         self._config = config
         self._limits = limits
@@ -280,7 +277,7 @@ class Courier:
             self._on_notification(notification)
         for peer in self._channel.resets():
             self._handle(PeerReset(peer))
-        for probed in self._vital_signs.take():
+        for probed in self._channel.signs():
             self._handle(probed)
         for event in self._postings.poll():
             self._handle(event)
@@ -355,8 +352,8 @@ class Courier:
                 self._connect(address, mode)
             case Disconnect(address):
                 self._disconnect(address)
-            case Probe(peer, address, timeout_s):
-                self._probe(peer, address, timeout_s)
+            case Probe(peer, timeout_s):
+                self._channel.look_at(peer, timeout_s)
             case Abandon(operation_id):
                 self._postings.abandon(operation_id)
 
@@ -377,14 +374,6 @@ class Courier:
             self._postings.lose(peer, f"{address} was disconnected")
             self._receiver.lose(peer)
         self._contacts.remove(address)
-
-    def _probe(self, peer: PeerRank, address: InstanceAddress, timeout_s: float) -> None:
-        try:
-            host, port = self._contacts.get(address, peer).side_channel(peer.rank)
-        except TransportError:
-            self._vital_signs.say(peer, Sign.SILENT)
-        else:
-            self._vital_signs.look_at(peer, host, port, timeout_s)
 
     def _notify(self, peer: PeerRank, address: InstanceAddress, payload: bytes) -> None:
         try:

@@ -16,8 +16,10 @@ from typing import Protocol
 
 import zmq
 
+from kvcourier.core.events import PeerProbed, Sign
 from kvcourier.errors import ConfigError, RemoteProtocolError
 from kvcourier.ids import InstanceAddress, PeerRank
+from kvcourier.runtime.vital_signs import VitalSigns
 
 _log = logging.getLogger(__name__)
 _MAX_QUEUED = 4096
@@ -113,6 +115,15 @@ class Channel(Protocol):
     def drop(self, address: InstanceAddress) -> None:
         """Give a handshake up; unknown ones are fine."""
 
+    def resets(self) -> list[PeerRank]:
+        """Peers whose connection has broken since the last time."""
+
+    def look_at(self, peer: PeerRank, timeout_s: float) -> None:
+        """Look whether the peer's process is there and runs; the answer comes out of `signs`."""
+
+    def signs(self) -> list[PeerProbed]:
+        """Take what the looks have found."""
+
     def close(self) -> None:
         """Close everything; idempotent."""
 
@@ -137,6 +148,8 @@ class SideChannel:
         self.port = _bind(self._inbox, host, 0)
         self._outgoing: dict[PeerRank, zmq.Socket[bytes]] = {}
         self._monitors: dict[PeerRank, zmq.Socket[bytes]] = {}
+        self._places: dict[PeerRank, tuple[str, int]] = {}
+        self._vital_signs = VitalSigns(self.wake)
         self._handshakes: dict[InstanceAddress, zmq.Socket[bytes]] = {}
 
     def wake(self) -> None:
@@ -182,6 +195,7 @@ class SideChannel:
             for each in (socket, monitor):
                 self._poller.register(each, zmq.POLLIN)
             self._outgoing[peer], self._monitors[peer] = socket, monitor
+            self._places[peer] = (host, port)
 
     def disconnect(self, peer: PeerRank) -> None:
         """Close the outgoing socket; unknown peers are fine."""
@@ -191,6 +205,7 @@ class SideChannel:
                 self._poller.unregister(each)
             socket.disable_monitor()
             socket.close()
+            del self._places[peer]
 
     def resets(self) -> list[PeerRank]:
         """Peers whose connection has broken since the last time; ZMQ tries to connect again."""
@@ -201,6 +216,18 @@ class SideChannel:
                 while _readable(monitor):
                     monitor.recv_multipart()
         return broken
+
+    def look_at(self, peer: PeerRank, timeout_s: float) -> None:
+        """Look whether the peer's process is there and runs; the answer comes out of `signs`. One
+        that we have no socket to is silent."""
+        if peer in self._places:
+            self._vital_signs.look_at(peer, *self._places[peer], timeout_s)
+        else:
+            self._vital_signs.say(peer, Sign.SILENT)
+
+    def signs(self) -> list[PeerProbed]:
+        """Take what the looks have found."""
+        return self._vital_signs.take()
 
     def send(self, peer: PeerRank, payload: bytes) -> bool:
         """Send by the outgoing socket, else back the way the peer reached us.

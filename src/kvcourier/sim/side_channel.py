@@ -4,8 +4,10 @@ Decides who listens where and how a message finds back. Refuses to know when it 
 `network` decides, and what it says.
 """
 
+import functools
 from collections.abc import Callable
 
+from kvcourier.core.events import PeerProbed, Sign
 from kvcourier.errors import RemoteProtocolError
 from kvcourier.ids import InstanceAddress, PeerRank
 from kvcourier.runtime.side_channel import identity_of
@@ -26,6 +28,7 @@ class Wire:
         self._stalled: dict[str, list[Callable[[], None]]] = {}
         self.channels: dict[int, SimulatedChannel] = {}
         self.servers: dict[int, SimulatedServer] = {}
+        self._places: dict[int, str] = {}
 
     def open_channel(
         self, place: str, me: PeerRank, wake: Callable[[], None]
@@ -34,6 +37,7 @@ class Wire:
         self._next_port += 1
         channel = SimulatedChannel(self, place, self._next_port, me, wake)
         self.channels[channel.port] = channel
+        self._places[channel.port] = place
         return channel
 
     def open_server(
@@ -46,6 +50,29 @@ class Wire:
         """Have a message arrive as often as it does."""
         for when in self._network.arrivals(Path.SIDE, source, target):
             self._timeline.at(when, lambda: self._arrive(target, arrive))
+
+    def look(self, channel: "SimulatedChannel", port: int, see: Callable[[Sign], None]) -> None:
+        """Have a rank see who listens at a port, as soon as that place has answered."""
+        place = self._places.get(port)
+        if place is None:
+            return
+
+        def answer() -> None:
+            sign = Sign.RUNS if port in self.channels else Sign.GONE
+            self.carry(place, channel.place, lambda: see(sign))
+
+        self.carry(channel.place, place, answer)
+
+    def hang_up(self, channel: "SimulatedChannel") -> None:
+        """Everybody who was connected to a rank sees that it has ended."""
+        for other in list(self.channels.values()):
+            self.carry(
+                channel.place, other.place, functools.partial(other.be_hung_up_on, channel.port)
+            )
+
+    def after(self, seconds: float, what: Callable[[], None]) -> None:
+        """Have something happen later, whatever the network does."""
+        self._timeline.after(seconds, what)
 
     def stall(self, place: str) -> None:
         """Its process is stopped: what comes waits."""
@@ -102,6 +129,10 @@ class SimulatedChannel:
         self._asked: dict[InstanceAddress, int] = {}
         self._num_asked = 0
         self._answered: list[tuple[InstanceAddress, bytes]] = []
+        self._broken: list[PeerRank] = []
+        self._looking: dict[PeerRank, int] = {}
+        self._num_looks = 0
+        self._signs: list[PeerProbed] = []
 
     def wake(self) -> None:
         """See Channel."""
@@ -159,9 +190,41 @@ class SimulatedChannel:
         """See Channel."""
         self._asked.pop(address, None)
 
+    def resets(self) -> list[PeerRank]:
+        """See Channel."""
+        broken, self._broken = self._broken, []
+        return broken
+
+    def look_at(self, peer: PeerRank, timeout_s: float) -> None:
+        """See Channel. A process that is stopped answers when it goes on; one that has ended, its
+        host refuses for it."""
+        self._num_looks += 1
+        self._looking[peer] = number = self._num_looks
+        port = self._outgoing.get(peer, 0)
+        self._wire.look(self, port, lambda sign: self._see(peer, number, sign))
+        self._wire.after(timeout_s, lambda: self._see(peer, number, Sign.SILENT))
+
+    def signs(self) -> list[PeerProbed]:
+        """See Channel."""
+        signs, self._signs = self._signs, []
+        return signs
+
     def close(self) -> None:
         """See Channel."""
-        self._wire.channels.pop(self.port, None)
+        if self._wire.channels.pop(self.port, None) is not None:
+            self._wire.hang_up(self)
+
+    def be_hung_up_on(self, port: int) -> None:
+        """Whoever listened at this port has ended."""
+        if self.port in self._wire.channels:
+            self._broken += [peer for peer, other in self._outgoing.items() if other == port]
+            self._wake()
+
+    def _see(self, peer: PeerRank, number: int, sign: Sign) -> None:
+        if self._looking.get(peer) == number and self.port in self._wire.channels:
+            del self._looking[peer]
+            self._signs.append(PeerProbed(peer, sign))
+            self._wake()
 
     def _reach(self, port: int) -> None:
         listener = self._wire.channels.get(port)
