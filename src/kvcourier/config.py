@@ -217,8 +217,8 @@ class CourierConfig:
         num_threads: threads for every backend that takes the option; 0 leaves NIXL's default.
         enable_prog_thread: NIXL's own progress thread. It spins, so it is off: the courier
             drives progress itself.
-        poll_busy_s: pause between polls while an operation or a notification is awaited.
-        poll_idle_s: pause between looks for unexpected notifications when nothing is awaited.
+        poll_busy_s: pause between looks while an operation is in flight, or a peer has told of one.
+        poll_idle_s: pause between looks otherwise; only what a peer's nudge did not come for waits.
         poll_stream_s: pause between polls while a packed transfer is under way; its slots turn
             over in well under a millisecond on a GPU. 0 never pauses.
         staging: the packed path.

@@ -22,6 +22,7 @@ from kvcourier.core.messages import (
     GrantSlots,
     HoldName,
     Landed,
+    Nudge,
     OpenStream,
     Parcel,
     RefuseStream,
@@ -58,6 +59,7 @@ MESSAGES: dict[str, AnyMessage] = {
         epoch=2,
     ),
     "beat": Beat(DECODE, is_question=True),
+    "nudge": Nudge(PREFILL),
     "registered": Registered(PREFILL, "cmpl-7-0123abcd", 2),
     "landed": Landed(
         PREFILL,

@@ -149,11 +149,6 @@ class Endpoint:
         """Whether there is no hold, no want and no waiting registration."""
         return not (self._holder.holds or self._wanter.wants or self._holder.num_waiting)
 
-    @property
-    def awaits_notification(self) -> bool:
-        """Whether a peer's notification is expected soon, so that polling for it pays."""
-        return bool(self._holder.holds or self._wanter.wants)
-
     def is_awaited(self, request_id: RequestId) -> bool:
         """Whether somebody has registered for this prompt; may be asked from any thread."""
         return self._holder.is_awaited(request_id)

@@ -28,7 +28,7 @@ from kvcourier.layout.geometry import TokenSpan
 PROTOCOL_VERSION = 3
 """1: first version. 2: offers have cache groups and staging memory, lists of block ids begin with
 the window, packed streams, a `Landed` with a newer epoch voids older ones. 3: a `Landed` may carry
-a continuation; beats."""
+a continuation; beats, nudges."""
 
 REGISTRATION_PREFIX = b"PUSH_REG:"
 """Starts a registration's notification, as in vLLM, so that a foreign one is recognised."""
@@ -269,13 +269,19 @@ class CloseStream(Message, frozen=True, tag="close_stream"):
     unused_slots: list[Index]
 
 
-StreamMessage = OpenStream | GrantSlots | RefuseStream | Parcel | CloseStream
-"""What the packed path says; the endpoint's core does not see it."""
+class Nudge(Message, frozen=True, tag="nudge"):
+    """Either way: I have posted something; look at your transport often for a moment."""
+
+    sender: SenderFields
+
+
+RuntimeMessage = OpenStream | GrantSlots | RefuseStream | Parcel | CloseStream | Nudge
+"""What couriers say to each other; the endpoint's core does not see it."""
 
 CoreMessage = (
     Register | Registered | Landed | Fail | Cancel | Fenced | Collected | Renew | Renewed | Beat
 )
-AnyMessage = CoreMessage | StreamMessage
+AnyMessage = CoreMessage | RuntimeMessage
 
 ON_DATA_PATH = (Register, Landed, Parcel)
 """Messages that come as NIXL notifications only. A `Cancel` and a `Beat` come both ways, all

@@ -47,6 +47,7 @@ from kvcourier.core.messages import (
     CloseStream,
     GrantSlots,
     Landed,
+    Nudge,
     OpenStream,
     Parcel,
     RefuseStream,
@@ -66,6 +67,7 @@ from kvcourier.errors import (
 )
 from kvcourier.ids import InstanceAddress, PeerRank, RequestId
 from kvcourier.layout import PackedSide, RankCache
+from kvcourier.runtime.attention import Attention
 from kvcourier.runtime.block_runs import hand_over
 from kvcourier.runtime.contacts import Contacts
 from kvcourier.runtime.engine_link import EngineToken, decode_call
@@ -153,6 +155,7 @@ class Courier:
             ),
             config.staging.path,
             observer,
+            self._nudge,
             clock,
         )
         self._receiver = PackedReceiver(
@@ -165,6 +168,7 @@ class Courier:
             limits,
             clock,
         )
+        self._attention = Attention(config)
         self._stopping = False
         self._thread = threading.Thread(
             target=self._run, name=f"kv-courier-{cache.rank}", daemon=True
@@ -246,7 +250,9 @@ class Courier:
         try:
             while not self._stopping:
                 self._channel.wait(self._patience())
-                self.step()
+                self._take_in()
+                if self._next_look() <= self._clock():
+                    self._look()
         except BaseException as error:
             # Not survivable: the core's state is unknown. The engine sees it at its next poll
             # and stops serving, rather than serving with KV of unknown state.
@@ -262,6 +268,11 @@ class Courier:
 
     def step(self) -> None:
         """Take everything that has come and do what follows from it; never waits."""
+        self._take_in()
+        self._look()
+
+    def _take_in(self) -> None:
+        """Take what wakes us: calls of our engine, messages, deadlines, and what a GPU has done."""
         while self._inbox:
             item = self._inbox.popleft()
             if isinstance(item, threading.Event):
@@ -273,37 +284,47 @@ class Courier:
             self._on_handshake_answer(address, payload)
         for identity, payload in self._channel.messages():
             self._on_side_message(identity, payload)
-        for notification in self._transport.notifications():
-            self._on_notification(notification)
         for peer in self._channel.resets():
             self._handle(PeerReset(peer))
         for probed in self._channel.signs():
             self._handle(probed)
+        self._keep_time()
+
+    def _look(self) -> None:
+        """Look at the transport: what has arrived, and what has ended."""
+        self._attention.on_look(self._clock())
+        for notification in self._transport.notifications():
+            self._on_notification(notification)
         for event in self._postings.poll():
             self._handle(event)
         for landed in self._receiver.poll():
             self._handle(MessageReceived(landed))
+        self._keep_time()
+
+    def _keep_time(self) -> None:
         deadline = self.endpoint.next_deadline()
         if deadline is not None and deadline <= self._clock():
             self._handle(TimePassed())
 
+    def _next_look(self) -> float:
+        return self._attention.next_look(
+            self._clock(),
+            streaming=self._postings.streaming or self._receiver.busy,
+            posted=self._postings.busy,
+        )
+
     def _patience(self) -> float:
-        """How long to sleep: until the next poll or deadline, whichever comes first."""
+        """How long to sleep: until the next look or deadline, whichever comes first."""
         if self._inbox:
             return 0.0
-        config = self._config
-        if self._postings.streaming or self._receiver.busy:
-            patience = config.poll_stream_s
-        elif self._unready:
-            patience = max(config.poll_stream_s, _POLL_READY_S)
-        elif self._postings.busy or self.endpoint.awaits_notification:
-            patience = config.poll_busy_s
-        else:
-            patience = config.poll_idle_s
+        now = self._clock()
+        until = self._next_look()
         deadline = self.next_deadline()
         if deadline is not None:
-            patience = min(patience, max(0.0, deadline - self._clock()))
-        return patience
+            until = min(until, deadline)
+        if self._unready:
+            until = min(until, now + _POLL_READY_S)
+        return max(0.0, until - now)
 
     def _handle_call(self, event: EngineEvent) -> None:
         """Let the core take a call of our engine, and count the runs of blocks handed over."""
@@ -368,6 +389,10 @@ class Courier:
             self._observer.dropped("no_way_to_peer")
         return sent
 
+    def _nudge(self, peer: PeerRank) -> None:
+        """Tell a peer to look. Where there is no way, it does so in a while by itself."""
+        self._channel.send(peer, encode(Nudge(sender_fields(self.endpoint.me))))
+
     def _disconnect(self, address: InstanceAddress) -> None:
         self._channel.drop(address)
         for peer in self._contacts.peers_at(address):
@@ -379,6 +404,7 @@ class Courier:
         try:
             contact = self._contacts.get(address, peer)
             self._transport.notify(contact.agent(peer.rank), payload)
+            self._nudge(peer)
         except (TransportError, RemoteProtocolError) as error:
             self._lose(address, peer, str(error))
 
@@ -400,6 +426,8 @@ class Courier:
         match message:
             case GrantSlots() | RefuseStream():
                 self._postings.on_message(message)
+            case Nudge():
+                self._attention.on_nudge(self._clock())
             case OpenStream() | CloseStream():
                 self._receiver.on_message(message)
             case _:

@@ -5,6 +5,7 @@ no staging to spare. Refuses to know why an operation is wanted. Used on the cou
 """
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from kvcourier.core.packing import NO_STAGING
 from kvcourier.errors import MappingError, PostFailed, RemoteProtocolError
 from kvcourier.errors import PeerLost as PeerLostError
 from kvcourier.ids import PeerRank
+from kvcourier.runtime.attention import NUDGE_AGAIN_S
 from kvcourier.runtime.contacts import Contact, Contacts
 from kvcourier.runtime.metrics import CourierObserver
 from kvcourier.runtime.packed_sender import PackedSender, StreamResult
@@ -65,6 +67,7 @@ class Postings:
         packed: PackedSender,
         policy: PathPolicy,
         observer: CourierObserver,
+        nudge: Callable[[PeerRank], None],
         clock: Callable[[], float],
     ) -> None:
         self._contacts = contacts
@@ -72,8 +75,10 @@ class Postings:
         self._packed = packed
         self._policy = policy
         self._observer = observer
+        self._nudge = nudge
         self._clock = clock
         self._flights: dict[OperationId, _Flight] = {}
+        self._nudged_at = -math.inf
         self._choosers: dict[PeerRank, PathChooser] = {}
 
     @property
@@ -137,6 +142,10 @@ class Postings:
     def poll(self) -> list[Event]:
         """What has ended since the last time."""
         events: list[Event] = []
+        if self._flights and self._clock() >= self._nudged_at + NUDGE_AGAIN_S:
+            self._nudged_at = self._clock()
+            for peer in {flight.command.peer for flight in self._flights.values()}:
+                self._nudge(peer)
         for operation_id, flight in list(self._flights.items()):
             events += self._poll_flight(operation_id, flight)
         for result in self._packed.poll():
@@ -165,6 +174,7 @@ class Postings:
             command, handle, operation, len(sides.local), sides.num_bytes, started, seconds
         )
         self._flights[command.operation_id] = flight
+        self._nudge(command.peer)
         self._observer.posted(operation, seconds, flight.num_bytes, flight.num_pieces)
         return [
             TransferPosted(
