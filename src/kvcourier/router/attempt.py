@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,22 +199,28 @@ class Attempt:
 
     def _start_prefill(self, leg: Leg) -> None:
         url = self._pair[LegName.PREFILL].spec.url + self._client.path
-        self._start(LegName.PREFILL, self._services.upstream.prefill(url, leg, self._post))
+        upstream = self._services.upstream
+        self._start(LegName.PREFILL, lambda: upstream.prefill(url, leg, self._post))
 
     def _start_decode(self, leg: Leg) -> None:
         url = self._pair[LegName.DECODE].spec.url + self._client.path
-        running = self._services.upstream.decode(url, leg, self._post, self._relay, self._stream)
-        self._start(LegName.DECODE, running)
+        upstream = self._services.upstream
+        self._start(
+            LegName.DECODE,
+            lambda: upstream.decode(url, leg, self._post, self._relay, self._stream),
+        )
 
-    def _start(self, leg: LegName, running: Coroutine[Any, Any, None]) -> None:
-        self._tasks[leg] = asyncio.create_task(self._timed(leg, running))
+    def _start(self, leg: LegName, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        # Not yet the coroutine itself: a leg that is cancelled before its task begins, as when the
+        # client leaves in that moment, would leave it behind, never awaited.
+        self._tasks[leg] = asyncio.create_task(self._timed(leg, send))
 
-    async def _timed(self, leg: LegName, running: Coroutine[Any, Any, None]) -> None:
+    async def _timed(self, leg: LegName, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
         instance = self._pair[leg]
         instance.in_flight += 1
         began_s = time.monotonic()
         try:
-            await running
+            await send()
         finally:
             instance.in_flight -= 1
             seconds = time.monotonic() - began_s
