@@ -4,11 +4,9 @@ Decides ports, flags and what counts as idle. Refuses to know what is tested. Al
 """
 
 import contextlib
-import itertools
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from e2e.client import Stream, streaming
 from kvcourier.demo.processes import Child, Children
+from ports import free_port
 
 WAIT_S = 60.0
 BLOCK_SIZE = 16
@@ -68,22 +67,6 @@ def until(condition: Callable[[], object], what: str, wait_s: float = WAIT_S) ->
     while not condition():
         assert time.monotonic() < deadline, f"after {wait_s:g} s: {what}"
         time.sleep(0.005)
-
-
-def free_port() -> int:
-    """A port nobody listens at, outside the range that the kernel hands out by itself."""
-    for offset in range(10_000):
-        port = 20_000 + (os.getpid() * 37 + next(_PORT_NUMBERS) + offset) % 10_000
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no free port from 20000 to 29999")
-
-
-_PORT_NUMBERS = itertools.count()
 
 
 @dataclass(eq=False)

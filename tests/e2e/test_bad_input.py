@@ -21,7 +21,6 @@ from e2e.cluster import (
     Cluster,
     Server,
     body_of,
-    free_port,
     instance_flags,
     mode_header,
     running_servers,
@@ -34,6 +33,7 @@ from kvcourier.config import TransferMode
 from kvcourier.core.params import HoldIntent
 from kvcourier.engine.engine import Engine
 from kvcourier.ids import TransferId
+from ports import free_port
 
 CONTEXT = 8192
 VOCABULARY = 258

@@ -3,9 +3,7 @@
 import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -18,11 +16,11 @@ import pytest
 from kvcourier.http_server import HttpServer, bind
 from kvcourier.router.app import create_app
 from kvcourier.router.config import RouterConfig, parse_instance_spec
+from ports import free_port
 
 from .proxies import Prefill, pull_proxy, push_proxy
 
 VENV = Path(os.environ.get("KVCOURIER_VLLM_VENV", Path(__file__).parents[2] / ".venv-vllm"))
-_BELOW_OUTGOING = (20_000, 32_000)
 START_S = 240.0
 ANSWER_S = 120.0
 
@@ -206,17 +204,3 @@ def wait_until(condition: Callable[[], bool], limit_s: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"
         pause.wait(0.1)
-
-
-def free_port() -> int:
-    """A port that nobody listens at, and that no outgoing connection gets.
-
-    A peer of a dead server tries its port again and again. From the range that the system gives to
-    outgoing connections, one of these tries would sooner or later be from that very port, connect
-    to itself, and keep it from the server's successor.
-    """
-    while True:
-        port = random.randrange(*_BELOW_OUTGOING)
-        with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port

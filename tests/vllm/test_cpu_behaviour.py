@@ -19,11 +19,12 @@ from functools import partial
 import httpx
 import pytest
 
+from ports import free_port
+
 from .models import write_qwen3
 from .servers import (
     ANSWER_S,
     Vllm,
-    free_port,
     needs_vllm,
     request_body,
     routers,

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,10 @@ else:
     from vllm.distributed import parallel_state
 
     from kvcourier.transport.memory import MemoryTransport
+    from ports import free_port
 
     from . import engine_rig
     from .engine_rig import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCABULARY, Instance, Network
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")
