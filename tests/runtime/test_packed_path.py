@@ -12,7 +12,7 @@ from kvcourier.layout import CacheLayout, TokenSpan
 from kvcourier.runtime.packed_receiver import PackedReceiver
 from kvcourier.runtime.reports import Outcome
 from kvcourier.transport.interface import Operation
-from kvcourier.transport.memory import Fate
+from kvcourier.transport.memory import Fate, MemoryTransport
 from layout_builders import PlacementStyle
 from runtime.courier_world import (
     SOURCE,
@@ -58,6 +58,24 @@ def test_a_prompt_larger_than_the_ring_streams_through_it(packed, staging):
     assert entry["path"] == "packed"
     assert entry["pieces"] * staging.slot_bytes >= entry["bytes"] > staging.receive_bytes
     assert entry["direct_estimate_s"] > 0 and entry["packed_estimate_s"] > 0
+
+
+def test_the_same_slots_are_written_again_without_new_operations(packed, monkeypatch):
+    again = []
+    post_again = MemoryTransport.post_again
+
+    def noted(transport, handle, notice=b""):
+        again.append(handle)
+        post_again(transport, handle, notice)
+
+    monkeypatch.setattr(MemoryTransport, "post_again", noted)
+    prefill, decode = (packed.rig(name, staging=ONE_SLOT, num_layers=12) for name in "pd")
+    for name in "xy":
+        transfer(prefill, decode, "push", name)
+        received(prefill, decode, name)
+    (entry,) = posted(prefill, "p-x")
+    # One slot on each side: all full parcels but the first are the same WRITE.
+    assert len(again) == 2 * (entry["bytes"] // ONE_SLOT.slot_bytes) - 1
 
 
 @pytest.mark.parametrize(

@@ -337,6 +337,34 @@ def test_a_notice_comes_once_and_after_the_bytes(pair: Pair, operation: Operatio
     assert pair.ends.arrived[pair.a.agent_name] == []
 
 
+@pytest.mark.parametrize("operation", list(Operation))
+def test_a_finished_operation_can_be_posted_again(pair: Pair, operation: Operation) -> None:
+    origin, goal = pair.a_memory, pair.b_memory
+    if operation is Operation.READ:
+        origin, goal = goal, origin
+    handle = pair.a.post(operation, pair.b.agent_name, **pair.piece(512), notice=b"first")
+    pair.ends.finish(pair.a, handle)
+    for number in range(3):
+        origin.data[:512] = number + 100
+        pair.a.post_again(handle, notice=b"again %d" % number)
+        assert pair.ends.finish(pair.a, handle).state is TransferState.DONE
+        expected = [b"first", *(b"again %d" % each for each in range(number + 1))]
+        pair.ends.until(lambda: len(pair.ends.payloads(pair.b)) == len(expected))  # noqa: B023
+        assert pair.ends.payloads(pair.b) == expected
+        assert (goal.data[:512] == number + 100).all()
+
+
+def test_only_a_finished_operation_of_a_connected_peer_is_posted_again(pair: Pair) -> None:
+    handle = pair.a.post(Operation.WRITE, pair.b.agent_name, **pair.piece())
+    pair.ends.finish(pair.a, handle)
+    pair.a.disconnect(pair.b.agent_name)
+    with pytest.raises(PeerLost):
+        pair.a.post_again(handle)
+    pair.a.release(handle)
+    with pytest.raises(LocalProtocolError):
+        pair.a.post_again(handle)
+
+
 def test_an_operation_without_a_notice_tells_nobody(pair: Pair) -> None:
     handle = pair.a.post(Operation.WRITE, pair.b.agent_name, **pair.piece())
     pair.ends.finish(pair.a, handle)

@@ -138,6 +138,7 @@ class Courier:
         self._engine_token = engine_token
         self._clock = clock
         self._inbox: deque[_Submitted | threading.Event] = deque()
+        self._uncounted: deque[EngineEvent] = deque()
         self._unready: dict[RequestId, deque[_Submitted]] = {}
         self._events: deque[Event] = deque()
         me = sender_fields(endpoint.me)
@@ -253,6 +254,8 @@ class Courier:
                 self._take_in()
                 if self._next_look() <= self._clock():
                     self._look()
+                if not self._is_streaming:
+                    self._count()
         except BaseException as error:
             # Not survivable: the core's state is unknown. The engine sees it at its next poll
             # and stops serving, rather than serving with KV of unknown state.
@@ -270,6 +273,7 @@ class Courier:
         """Take everything that has come and do what follows from it; never waits."""
         self._take_in()
         self._look()
+        self._count()
 
     def _take_in(self) -> None:
         """Take what wakes us: calls of our engine, messages, deadlines, and what a GPU has done."""
@@ -306,10 +310,15 @@ class Courier:
         if deadline is not None and deadline <= self._clock():
             self._handle(TimePassed())
 
+    @property
+    def _is_streaming(self) -> bool:
+        """Whether a packed transfer is under way, from here or to here."""
+        return self._postings.streaming or self._receiver.busy
+
     def _next_look(self) -> float:
         return self._attention.next_look(
             self._clock(),
-            streaming=self._postings.streaming or self._receiver.busy,
+            streaming=self._is_streaming,
             posted=self._postings.busy,
         )
 
@@ -327,11 +336,15 @@ class Courier:
         return max(0.0, until - now)
 
     def _handle_call(self, event: EngineEvent) -> None:
-        """Let the core take a call of our engine, and count the runs of blocks handed over."""
+        """Let the core take a call of our engine."""
         self._handle(event)
-        # Only now that the transfer is posted: nobody waits for a metric.
-        if (handed_over := hand_over(event)) is not None:
-            self._observer.handed_over(*handed_over)
+        self._uncounted.append(event)
+
+    def _count(self) -> None:
+        """Count the runs of the blocks handed over: now that nothing waits for us."""
+        while self._uncounted:
+            if (handed_over := hand_over(self._uncounted.popleft())) is not None:
+                self._observer.handed_over(*handed_over)
 
     def _accept(self, event: EngineEvent, ready: Ready | None) -> None:
         """Handle an engine's event now, or once it and those before it have happened."""

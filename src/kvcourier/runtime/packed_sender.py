@@ -6,6 +6,7 @@ WRITEs and messages, and their ends back into its events. Used on the courier's 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from kvcourier.core.messages import (
 )
 from kvcourier.core.packing import (
     Gather,
+    OwnSlot,
     RingSlot,
     SendClose,
     Sender,
@@ -69,6 +71,20 @@ class StreamResult:
     num_bytes: int
 
 
+class _SlotPair(NamedTuple):
+    """A slot of ours and one of an agent's, and how many bytes go from one to the other."""
+
+    agent: AgentName
+    slot: OwnSlot
+    peer_slot: RingSlot
+    num_bytes: int
+
+
+class _Writing(NamedTuple):
+    handle: TransferHandle
+    slots: _SlotPair
+
+
 @dataclass(slots=True)
 class _Stream:
     command: PostWrite
@@ -81,7 +97,7 @@ class _Stream:
     tables: LoadedTables | None = None
     post_s: float = 0.0
     gathers: dict[int, Ticket] = field(default_factory=dict)
-    writes: dict[int, TransferHandle] = field(default_factory=dict)
+    writes: dict[int, _Writing] = field(default_factory=dict)
 
     def size_of(self, number: int) -> int:
         """Bytes of a parcel."""
@@ -124,6 +140,8 @@ class PackedSender:
             1 if staging is None else staging.num_slots, patience_s, write_limit_s=write_limit_s
         )
         self._streams: dict[StreamId, _Stream] = {}
+        # Finished WRITEs from a whole slot of ours into one of a peer's, to be posted again.
+        self._ready: dict[_SlotPair, TransferHandle] = {}
         self._results: list[StreamResult] = []
 
     @property
@@ -189,8 +207,10 @@ class PackedSender:
         """Start nothing more for it; unknown ones are fine."""
         self._do(self._core.abandon(StreamId(operation_id), "abandoned", self._clock()))
 
-    def lose(self, peer: PeerRank, reason: str) -> None:
-        """A peer's life is over."""
+    def lose(self, peer: PeerRank, agent: AgentName | None, reason: str) -> None:
+        """A peer's life is over; `agent` was its name, if it had one."""
+        if agent is not None:
+            self._forget(agent)
         self._do(self._core.on_peer_lost(peer, reason, self._clock()))
 
     def poll(self) -> list[StreamResult]:
@@ -200,8 +220,8 @@ class PackedSender:
                 if self._own_staging.copier.done(ticket):
                     del stream.gathers[number]
                     self._do(self._core.on_gathered(name, number))
-            for number, handle in list(stream.writes.items()):
-                self._poll_write(name, stream, number, handle)
+            for number, writing in list(stream.writes.items()):
+                self._poll_write(name, stream, number, writing)
         deadline = self._core.next_deadline()
         if deadline is not None and deadline <= self._clock():
             self._do(self._core.on_time(self._clock()))
@@ -216,19 +236,29 @@ class PackedSender:
     def _parcel_bytes(self, peer_staging: StagingOffer) -> int:
         return min(self._own_staging.slot_bytes, peer_staging.slot_bytes)
 
-    def _poll_write(
-        self, name: StreamId, stream: _Stream, number: int, handle: TransferHandle
-    ) -> None:
-        status = self._transport.poll(handle)
+    def _poll_write(self, name: StreamId, stream: _Stream, number: int, writing: _Writing) -> None:
+        status = self._transport.poll(writing.handle)
         if status.state is TransferState.IN_FLIGHT:
             return
         del stream.writes[number]
-        self._transport.release(handle)
         if status.state is TransferState.DONE:
+            self._keep(stream, writing)
             self._do(self._core.on_written(name, number))
         else:
+            self._transport.release(writing.handle)
             reason, lost = status.reason, status.peer_lost
             self._do(self._core.on_write_failed(name, number, reason, lost, self._clock()))
+
+    def _keep(self, stream: _Stream, writing: _Writing) -> None:
+        """Most parcels fill a slot, so the same WRITE comes again; others are rarely the same."""
+        if writing.slots.num_bytes == stream.parcel_bytes:
+            self._ready[writing.slots] = writing.handle
+        else:
+            self._transport.release(writing.handle)
+
+    def _forget(self, agent: AgentName) -> None:
+        for slots in [each for each in self._ready if each.agent == agent]:
+            self._transport.release(self._ready.pop(slots))
 
     def _do(self, actions: list[SenderAction]) -> None:
         for action in actions:
@@ -264,32 +294,44 @@ class PackedSender:
         )
         stream.gathers[number] = ticket
 
-    def _write(self, name: StreamId, number: int, slot: int, peer_slot: int) -> None:
+    def _write(self, name: StreamId, number: int, slot: OwnSlot, peer_slot: RingSlot) -> None:
         stream = self._streams[name]
-        size, theirs = stream.size_of(number), stream.peer_staging
-        staging = self._own_staging
-        local = [[staging.address_of(slot), size, staging.region.device_id]]
-        remote = [[theirs.address + peer_slot * theirs.slot_bytes, size, theirs.device_id]]
-        notice = Parcel(self._sender, name, number, peer_slot)
+        slots = _SlotPair(stream.agent, slot, peer_slot, stream.size_of(number))
+        notice = encode(Parcel(self._sender, name, number, peer_slot))
         began = self._clock()
         try:
-            stream.writes[number] = self._transport.post(
-                Operation.WRITE,
-                stream.agent,
-                local=Descriptors(np.array(local, np.int64), staging.region.memory),
-                remote=Descriptors(np.array(remote, np.int64), theirs.memory),
-                notice=encode(notice),
-            )
+            handle = self._post(slots, stream.peer_staging, notice)
+            stream.writes[number] = _Writing(handle, slots)
         except (PostFailed, PeerLost) as error:
             lost = isinstance(error, PeerLost)
             self._do(self._core.on_write_failed(name, number, str(error), lost, self._clock()))
         stream.post_s += self._clock() - began
 
+    def _post(self, slots: _SlotPair, theirs: StagingOffer, notice: bytes) -> TransferHandle:
+        handle = self._ready.pop(slots, None)
+        if handle is not None:
+            try:
+                self._transport.post_again(handle, notice)
+            except (PostFailed, PeerLost):
+                self._transport.release(handle)
+                raise
+            return handle
+        staging, size = self._own_staging, slots.num_bytes
+        local = [[staging.address_of(slots.slot), size, staging.region.device_id]]
+        remote = [[theirs.address + slots.peer_slot * theirs.slot_bytes, size, theirs.device_id]]
+        return self._transport.post(
+            Operation.WRITE,
+            slots.agent,
+            local=Descriptors(np.array(local, np.int64), staging.region.memory),
+            remote=Descriptors(np.array(remote, np.int64), theirs.memory),
+            notice=notice,
+        )
+
     def _end(self, ended: StreamEnded) -> None:
         stream = self._streams.pop(ended.stream)
-        for handle in stream.writes.values():
+        for writing in stream.writes.values():
             # Given up: nothing proves that it has ended.
-            self._transport.release(handle)
+            self._transport.release(writing.handle)
         self._results.append(
             StreamResult(
                 stream.command,

@@ -19,6 +19,10 @@ from kvcourier.layout.geometry import MemoryKind
 _WEIGHT = 0.25
 """Of a new measurement; the rest is what was known before."""
 
+_MEASURABLE_S = 0.004
+"""What a wire must be expected to take for its time to be learnt: the end of an operation is seen
+up to a millisecond late."""
+
 
 @dataclass(frozen=True, slots=True)
 class PathCosts:
@@ -62,7 +66,8 @@ class PathChooser:
 
     def __init__(self, policy: PathPolicy, memory: MemoryKind) -> None:
         self._policy = policy
-        self.costs = FIRST_GUESS[memory]
+        self._guess = FIRST_GUESS[memory]
+        self.costs = self._guess
 
     def choose(
         self, pieces: int, parcels: int, num_bytes: int
@@ -76,9 +81,10 @@ class PathChooser:
     def learn_direct(self, pieces: int, num_bytes: int, post_s: float, total_s: float) -> None:
         """A direct transfer took so long, of which posting took `post_s`."""
         self._learn("post_s", post_s / pieces)
-        # What few pieces take is latency, which says nothing of the wire.
-        if num_bytes > 1 << 20:
-            self._learn("wire_s", max(0.0, total_s - post_s) / num_bytes)
+        # What few bytes take is latency, and while many pieces are posted the first ones move.
+        wire_s = total_s - post_s
+        if num_bytes * self._guess.wire_s > _MEASURABLE_S and wire_s > post_s:
+            self._learn("wire_s", wire_s / num_bytes)
 
     def learn_packed(self, parcels: int, num_bytes: int, total_s: float) -> None:
         """A packed transfer took so long."""

@@ -137,7 +137,7 @@ class Postings:
     def lose(self, peer: PeerRank, reason: str) -> None:
         """A peer's life is over."""
         self._choosers.pop(peer, None)
-        self._packed.lose(peer, reason)
+        self._packed.lose(peer, self._contacts.agent_name(peer), reason)
 
     def poll(self) -> list[Event]:
         """What has ended since the last time."""

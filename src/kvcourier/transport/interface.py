@@ -131,6 +131,14 @@ class Transport(Protocol):
         PostFailed, with nothing in flight, or PeerLost.
         """
 
+    def post_again(self, handle: TransferHandle, notice: bytes = b"") -> None:
+        """Start a finished operation once more: the same pieces, whatever they hold now.
+
+        For the same few pieces again and again, without the cost of checking and preparing them.
+        The handle is one that was polled as DONE and not released. Raises as `post`; after
+        PostFailed or PeerLost nothing is in flight.
+        """
+
     def poll(self, handle: TransferHandle) -> TransferStatus:
         """State of a posted operation; also drives progress. Never raises for peer trouble."""
 

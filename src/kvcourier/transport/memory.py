@@ -31,6 +31,7 @@ from kvcourier.transport.interface import (
     Operation,
     Side,
     TransferHandle,
+    TransferState,
     TransferStatus,
 )
 from kvcourier.transport.memory_network import Fate, InFlight, Landed, MemoryNetwork
@@ -148,6 +149,15 @@ class MemoryTransport:
         handle = TransferHandle(next(self._ids))
         self._posted[handle] = item
         return handle
+
+    def post_again(self, handle: TransferHandle, notice: bytes = b"") -> None:
+        self._require_open()
+        done = self._posted.get(handle)
+        if done is None or done.status.state is not TransferState.DONE:
+            raise LocalProtocolError(f"handle {handle}: expected one that is done, found {done}")
+        item = InFlight(self.agent_name, done.target, done.operation, notice, done.moves)
+        self._send(self._require_peer(done.target), item)
+        self._posted[handle] = item
 
     def poll(self, handle: TransferHandle) -> TransferStatus:
         self._require_open()

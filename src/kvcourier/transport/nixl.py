@@ -249,6 +249,18 @@ class NixlTransport:
         self._posted[handle] = _Posted(agent, native, TransferStatus(state))
         return handle
 
+    def post_again(self, handle: TransferHandle, notice: bytes = b"") -> None:
+        self._require_open()
+        posted = self._posted.get(handle)
+        if posted is None or posted.status.state is not TransferState.DONE:
+            raise LocalProtocolError(f"handle {handle}: expected one that is done, found {posted}")
+        self._require_peer(posted.agent)
+        with self._translated(PostFailed, f"posting again to {posted.agent}"):
+            state = _STATES[self._agent.transfer(posted.native, notice)]
+        posted.status = TransferStatus(state)
+        if state is TransferState.FAILED:
+            raise PostFailed(f"posting again to {posted.agent}: NIXL answered ERR")
+
     def poll(self, handle: TransferHandle) -> TransferStatus:
         self._require_open()
         posted = self._posted.get(handle)

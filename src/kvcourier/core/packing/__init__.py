@@ -24,6 +24,7 @@ tests/core; a new reason for a slot to come back goes into the side, its `check`
 from kvcourier.core.packing.actions import (
     NO_STAGING,
     Gather,
+    OwnSlot,
     ReceiverAction,
     RingSlot,
     Scatter,
@@ -43,6 +44,7 @@ from kvcourier.core.packing.sender import Sender
 __all__ = [
     "NO_STAGING",
     "Gather",
+    "OwnSlot",
     "Receiver",
     "ReceiverAction",
     "RingSlot",

@@ -100,8 +100,8 @@ class CudaCopier:
 
     def load(self, segments: Sequence[PackedSide]) -> LoadedTables:
         require_inside(segments, self._regions, MemoryKind.VRAM, self._device_id)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            return LoadedTables(_Tables(tuple(segments), self._upload(segments)))
+        self._bind()
+        return LoadedTables(_Tables(tuple(segments), self._upload(segments)))
 
     def gather(
         self,
@@ -141,14 +141,23 @@ class CudaCopier:
         num_bytes = (parcel.stop - parcel.start) * side.piece_bytes
         require_slot(slot_address, num_bytes, self._staging)
         segment = loaded.segments[parcel.segment]
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            if after is not None:
-                self._stream.wait_event(cast(torch.cuda.Event, after))
-            self._launch(segment, range(parcel.start, parcel.stop), slot_address, to_slot=to_slot)
-            # Whoever waits sleeps; most only ask.
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call, unused-ignore]
-            event.record(self._stream)
+        self._bind()
+        if after is not None:
+            self._stream.wait_event(cast(torch.cuda.Event, after))
+        self._launch(segment, range(parcel.start, parcel.stop), slot_address, to_slot=to_slot)
+        # Whoever waits sleeps; most only ask.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call, unused-ignore]
+        event.record(self._stream)
         return Ticket(event)
+
+    def _bind(self) -> None:
+        """Make device and stream the calling thread's, and leave them so.
+
+        It is the courier's own thread, and a context that puts them back would cost as much as the
+        launch itself.
+        """
+        torch.cuda.set_device(self._device)
+        torch.cuda.set_stream(self._stream)
 
     def _launch(
         self, segment: "_Segment", pieces: range, slot_address: int, *, to_slot: bool
