@@ -40,7 +40,7 @@ _BUSY_S = 2.0
 """All clients come within this time."""
 
 _SPLITS = ((1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (2, 2))
-_NUM_FAULTS = (0, 1, 2, 3, 5, 7, 9, 12)
+_NUM_INCIDENTS = (0, 1, 2, 3, 5, 7, 9, 12)
 
 
 def draw(seed: int) -> Plan:
@@ -53,7 +53,9 @@ def draw(seed: int) -> Plan:
     instances = {place: _instance(chance, place, path, num_layers) for place in places}
     asks = _asks(chance, places, instances)
     faults = [
-        chance.choice(_DRAWS)(chance, places, asks) for _ in range(chance.choice(_NUM_FAULTS))
+        fault
+        for _ in range(chance.choice(_NUM_INCIDENTS))
+        for fault in chance.choice(_INCIDENTS)(chance, places, asks)
     ]
     clocks: dict[str, Fault] = {f.place: f for f in faults if isinstance(f, Clock)}
     others = [fault for fault in faults if not isinstance(fault, Clock)]
@@ -63,6 +65,7 @@ def draw(seed: int) -> Plan:
         asks=asks,
         faults=[*clocks.values(), *others],
         speed=chance.choice((Speed(), Speed(operation_s=(0.02, 0.4)))),
+        router_cancels=chance.random() < 0.5,
         ends_at=_ENDS_AT,
     )
 
@@ -121,6 +124,8 @@ def _asks(
 
 
 _Draw = Callable[[random.Random, list[str], list[Ask]], Fault]
+_Incident = Callable[[random.Random, list[str], list[Ask]], list[Fault]]
+"""Draws one fault, or some that make each other interesting."""
 
 
 def _way(chance: random.Random, places: list[str], asks: list[Ask]) -> dict[str, object]:
@@ -222,6 +227,57 @@ def _forget(chance: random.Random, places: list[str], asks: list[Ask]) -> Fault:
     return Forget(dispatch=chance.randrange(len(asks)))
 
 
+def _restart_while_registered(
+    chance: random.Random, places: list[str], asks: list[Ask]
+) -> list[Fault]:
+    """D is replaced while P, short of blocks, has yet to compute what D had registered for."""
+    ask = chance.choice(asks)
+    begins = max(0.0, ask.at - 0.01)
+    return [
+        Shortage(place=ask.prefill, at=begins, for_s=chance.uniform(0.1, 0.5), num_blocks=100),
+        Crash(
+            place=ask.decode,
+            at=ask.at + chance.uniform(0.01, 0.08),
+            down_s=0.01,
+            keeps_engine_id=chance.random() < 0.8,
+        ),
+    ]
+
+
+def _queue_on_decode(chance: random.Random, places: list[str], asks: list[Ask]) -> list[Fault]:
+    """D is short of blocks, so that leases are renewed for long, and P is never told of one."""
+    number = chance.randrange(len(asks))
+    place, at = asks[number].decode, asks[number].at
+    return [
+        Shortage(
+            place=place,
+            at=max(0.0, at - 0.3),
+            for_s=chance.uniform(2.0, 9.0),
+            num_blocks=100,
+        ),
+        Forget(dispatch=number),
+    ]
+
+
+def _abort_while_stuck(chance: random.Random, places: list[str], asks: list[Ask]) -> list[Fault]:
+    """D ends a request into whose blocks a write is stuck; the cancel may be lost for a while."""
+    number = chance.randrange(len(asks))
+    ask = asks[number]
+    at = ask.at + ask.leg_gap_s
+    stuck = StickOperations(
+        source=ask.prefill, target=ask.decode, at=at, for_s=0.5, until=at + chance.uniform(0.3, 8.0)
+    )
+    deaf = Lose(
+        source=ask.decode,
+        target=ask.prefill,
+        at=at + 0.1,
+        for_s=chance.choice((0.0, 1.0, 5.0)),
+        path=Path.SIDE,
+    )
+    leaver = chance.choice((Leaver.CLIENT, Leaver.DECODE))
+    return [stuck, deaf, Abort(dispatch=number, at=at + chance.uniform(0.1, 0.3), by=leaver)]
+
+
 def _during(chance: random.Random, asks: list[Ask]) -> float:
     """Some time while a request is likely to run."""
     ask = chance.choice(asks)
@@ -235,7 +291,11 @@ _AFTER_S: tuple[Callable[[random.Random], float], ...] = (
 )
 
 
-_DRAWS: tuple[_Draw, ...] = (
+def _alone(draw: _Draw) -> _Incident:
+    return lambda chance, places, asks: [draw(chance, places, asks)]
+
+
+_ALONE: tuple[_Draw, ...] = (
     _message(Lose),
     _message(Lose),
     _message(Delay, by_s=(0.003, 0.05, 0.7, 3.0)),
@@ -259,4 +319,14 @@ _DRAWS: tuple[_Draw, ...] = (
     _abort,
     _abort,
     _forget,
+)
+
+_INCIDENTS: tuple[_Incident, ...] = (
+    *map(_alone, _ALONE),
+    _restart_while_registered,
+    _restart_while_registered,
+    _queue_on_decode,
+    _queue_on_decode,
+    _abort_while_stuck,
+    _abort_while_stuck,
 )

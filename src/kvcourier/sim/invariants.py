@@ -107,11 +107,15 @@ class Ownership:
             not stray, f"I2: {item.source} writes for {request_id} into its not granted {stray}"
         )
         holder_request = self._holder_request_of(request_id)
+        num_preempted = initiator.num_preempted.get(holder_request, 0)
+        source = _blocks(initiator, item, column=0)
+        # Posted after all by a courier that has yet to hear of a preemption: void, as below.
+        is_void = num_preempted and not all(map(initiator.pool.is_owned, source))
         self._posted[item] = _Posted(
             _Touched(target, {block: granted[block] for block in written}),
-            _now(initiator, _blocks(initiator, item, column=0)),
+            None if is_void else _now(initiator, source),
             holder_request,
-            initiator.num_preempted.get(holder_request, 0),
+            num_preempted,
         )
 
     def landing(self, item: InFlight) -> None:

@@ -101,8 +101,15 @@ class Router:
     """Sends each dispatch its legs. D gets the prompt without the token that P said, as in vLLM."""
 
     def __init__(
-        self, timeline: Timeline, instances: Mapping[str, Instance], chance: random.Random
+        self,
+        timeline: Timeline,
+        instances: Mapping[str, Instance],
+        chance: random.Random,
+        *,
+        cancels: bool,
     ) -> None:
+        """`cancels`: whether the other leg is cancelled when one has failed; many do not."""
+        self._cancels = cancels
         self.dispatches: list[Dispatch] = []
         self._timeline = timeline
         self._instances = instances
@@ -178,7 +185,7 @@ class Router:
         params: Mapping[str, Any],
         on_end: Callable[[Answer], None],
     ) -> Leg | None:
-        if dispatch.ending is not None:
+        if dispatch.ending is Ending.LEFT or (dispatch.ending and self._cancels):
             return None
         life = self._instances[place].life
         if life is None:
@@ -228,6 +235,8 @@ class Router:
             raise Violation(f"I3: dispatch {dispatch.number} ends twice")
         dispatch.ending, dispatch.reason = ending, reason
         dispatch.ended_at = self._timeline.now
+        if ending is Ending.FAILED and not self._cancels:
+            return
         for leg in (dispatch.prefill, dispatch.decode):
             if leg is not None and not leg.answered:
                 self._hop(lambda leg=leg: leg.life.engine.abort(leg.request_id))  # type: ignore[misc]

@@ -68,7 +68,12 @@ class Timeliness:
             if each.what != "delivery_failed" or over_at <= each.at + KNOWN_WITHIN_S:
                 continue
             died = leg.life.ended_at is not None and leg.life.ended_at < each.at + KNOWN_WITHIN_S
-            if not died and self._is_calm(ask.prefill, ask.decode, each.at):
+            # P reaches a D that it could not connect to by the way that D had reached it.
+            since = each.at - 2 * self._timing.handshake_timeout_s
+            calm = self._is_calm(ask.prefill, ask.decode, each.at, each.at) and self._is_calm(
+                ask.decode, ask.prefill, since, each.at
+            )
+            if calm and not died:
                 raise Violation(
                     f"I6: {leg.request_id} at {ask.decode} is over at {over_at:.3f}, but its "
                     f"delivery had failed at {each.at:.3f} at {ask.prefill} {each.rank}"
@@ -114,18 +119,20 @@ class Timeliness:
             for rank, entry in _entries(life, request_id)
         ]
 
-    def _is_calm(self, source: str, target: str, at: float) -> bool:
-        """Whether what was said then could be heard in time."""
-        return not any(
-            _concerns(each, {source, target}, at)
-            if isinstance(each, Stall)
-            else isinstance(each, OnTheWay)
-            and (each.source, each.target) == (source, target)
-            and getattr(each, "path", Path.SIDE) is Path.SIDE
-            and each.at <= at + KNOWN_WITHIN_S
-            and at <= each.at + each.for_s
-            for each in self._faults
-        )
+    def _is_calm(self, source: str, target: str, since: float, until: float) -> bool:
+        """Whether what was said in that time could be heard soon."""
+        until += KNOWN_WITHIN_S
+        for each in self._faults:
+            if isinstance(each, Stall):
+                concerned = each.place in (source, target)
+            elif isinstance(each, OnTheWay):
+                by_side_channel = getattr(each, "path", Path.SIDE) is Path.SIDE
+                concerned = by_side_channel and (each.source, each.target) == (source, target)
+            else:
+                continue
+            if concerned and each.at <= until and since <= each.at + each.for_s:
+                return False
+        return True
 
     def _is_late(self, fault: Fault, source: str, target: str) -> bool:
         """Whether it lets a renewal come long after it was sent."""
@@ -136,8 +143,3 @@ def _entries(life: Life, request_id: str) -> Iterator[tuple[str, StoryEntry]]:
     for courier in life.couriers:
         for entry in courier.endpoint.story(RequestId(request_id)) or ():
             yield str(courier.endpoint.me.rank), entry
-
-
-def _concerns(stall: Stall, places: set[str], at: float) -> bool:
-    begins, ends = stall.at, stall.at + stall.for_s
-    return stall.place in places and begins <= at + KNOWN_WITHIN_S and at <= ends

@@ -53,6 +53,7 @@ class Plan:
 
     Attributes:
         instances: by place; those whose name begins with "p" compute prompts for the others.
+        router_cancels: whether the router cancels the other leg when one has failed.
         ends_at: when the faults end at the latest, and the world is left to settle.
     """
 
@@ -62,6 +63,7 @@ class Plan:
     faults: Sequence[Fault] = ()
     timing: Timing = SHORT
     speed: Speed = field(default_factory=Speed)
+    router_cancels: bool = True
     ends_at: float = 30.0
 
 
@@ -95,7 +97,9 @@ class World:
                 clock,
                 self._chance,
             )
-        self.router = Router(self.timeline, self.instances, self._chance)
+        self.router = Router(
+            self.timeline, self.instances, self._chance, cancels=plan.router_cancels
+        )
         self._engine_ids = {place: f"engine-{place}" for place in self.instances}
         for place, instance in self.instances.items():
             instance.start(self._engine_ids[place])
@@ -132,10 +136,10 @@ class World:
         for dispatch in self.router.dispatches:
             if dispatch.ending is None:
                 raise Violation(f"I3: dispatch {dispatch.number} has no end: {dispatch.ask}")
-        timeliness = Timeliness(self.instances, self.plan.faults, timing)
-        timeliness.require(self.router.dispatches)
         self.advance(2 * (timing.quarantine_limit_s + timing.kv_lease_duration))
         self.advance(2 * (timing.peer_idle_s + timing.registration_ttl_s))
+        timeliness = Timeliness(self.instances, self.plan.faults, timing)
+        timeliness.require(self.router.dispatches)
         for instance in self.instances.values():
             instance.require_empty()
 

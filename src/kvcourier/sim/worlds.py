@@ -108,15 +108,36 @@ def quiet_logs() -> Iterator[None]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`SEEDS [ONLY]`: a seed or first:stop, and numbers of faults to keep. 1 if a world fails."""
-    first, _, stop = (arguments[0] if arguments else "0:300").partition(":")
-    seeds = range(int(first), int(stop or int(first) + 1))
-    only = None
-    if len(arguments) > 1 and arguments[1]:
-        only = [] if arguments[1] == "none" else [int(each) for each in arguments[1].split(",")]
+    """`SEEDS [ONLY]`: a seed or first:stop, and numbers of faults to keep, or "none".
+
+    1 if a world fails, 2 if the arguments cannot be read.
+    """
+    try:
+        seeds = _seeds(arguments[0] if arguments else "0:300")
+        only = _numbers(arguments[1]) if len(arguments) > 1 else None
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     failures = run_seeds(seeds, only, lambda text: print(text, flush=True))
     print(f"{len(seeds)} worlds, {len(seeds) - len(failures)} held")
     return 1 if failures else 0
+
+
+def _seeds(text: str) -> range:
+    first, colon, stop = text.partition(":")
+    if first.isdecimal() and (stop.isdecimal() if colon else True):
+        seeds = range(int(first), int(stop) if colon else int(first) + 1)
+        if seeds:
+            return seeds
+    raise ValueError(f"SEEDS: expected a number or first:stop with first below stop, found {text}")
+
+
+def _numbers(text: str) -> list[int]:
+    if text == "none":
+        return []
+    if all(part.isdecimal() for part in text.split(",")):
+        return [int(part) for part in text.split(",")]
+    raise ValueError(f"ONLY: expected numbers of faults, as in 0,3, or none; found {text}")
 
 
 if __name__ == "__main__":
