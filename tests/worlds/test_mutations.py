@@ -1,10 +1,10 @@
 """The worlds see it when a rule is broken: each of these is found within the seeds of CI."""
 
 import pytest
-from worlds.mutations import MUTATIONS
 
 from kvcourier.sim.draw import draw
 from kvcourier.sim.worlds import quiet_logs, why_it_fails
+from worlds.mutations import MUTATIONS
 
 SEEDS = range(300)
 

@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-from worlds.mutations import MUTATIONS
 
 from kvcourier.config import TransferMode
 from kvcourier.sim.draw import draw
@@ -13,6 +12,7 @@ from kvcourier.sim.router import Ask, Ending
 from kvcourier.sim.shrink import shrink, without
 from kvcourier.sim.world import Plan, World
 from kvcourier.sim.worlds import main, quiet_logs, run_seed, why_it_fails
+from worlds.mutations import MUTATIONS
 
 
 def stories(world):
