@@ -17,6 +17,7 @@ from kvcourier.core.messages import (
     Cancel,
     CloseStream,
     Collected,
+    Computed,
     Fail,
     Fenced,
     GrantSlots,
@@ -59,6 +60,7 @@ MESSAGES: dict[str, AnyMessage] = {
         epoch=2,
     ),
     "beat": Beat(DECODE, is_question=True),
+    "computed": Computed(PREFILL, "cmpl-7-0123abcd", 2, "go on"),
     "nudge": Nudge(PREFILL),
     "registered": Registered(PREFILL, "cmpl-7-0123abcd", 2),
     "landed": Landed(

@@ -137,6 +137,10 @@ class World:
         self.items.append(item)
         return item
 
+    def answer(self, node, stream, done):
+        """Of a stream that was given up the sender's driver has no handles left to ask."""
+        return self.work(node, stream, lambda: None if stream in self.ended else done())
+
     # The sender's actions.
 
     def do_SendOpen(self, node, action: SendOpen):
@@ -160,7 +164,7 @@ class World:
         )
 
     def do_Gather(self, node, action: Gather):
-        self.work(
+        self.answer(
             node,
             action.stream,
             lambda: self.run(node, node.sender.on_gathered(action.stream, action.parcel)),
@@ -199,7 +203,7 @@ class World:
             # The bytes are there before the sender knows.
             land()
             ended = lambda: self.run(node, node.sender.on_written(stream, parcel))  # noqa: E731
-            self.work(node, stream, ended if peer.alive else failed)
+            self.answer(node, stream, ended if peer.alive else failed)
 
         def fail(notice):
             if notice:
@@ -207,7 +211,7 @@ class World:
             else:
                 self.flying.pop(place, None)
                 peer.ring[action.peer_slot] = "rubbish"
-            self.work(node, stream, failed)
+            self.answer(node, stream, failed)
 
         self.work(node, stream, arrive).fail = fail
 

@@ -5,8 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcourier.config import Timing
-from kvcourier.core.events import PrefillAdvanced, PrefillRolledBack, RequestAborted
-from kvcourier.core.messages import Landed, decode, encode, sender_fields
+from kvcourier.core.commands import Tell
+from kvcourier.core.events import (
+    MessageReceived,
+    PrefillAdvanced,
+    PrefillRolledBack,
+    RequestAborted,
+)
+from kvcourier.core.messages import Computed, Landed, decode, encode, sender_fields
 from kvcourier.core.outcomes import Outcome
 from kvcourier.core.outgoing import Outgoing
 from kvcourier.core.workspace import Counted
@@ -79,9 +85,10 @@ def test_each_layer_of_the_last_chunk_is_sent_when_it_is_written():
     for layer in range(4):
         pair.deliver_all()
         compute(pair, 40, (layer,))
-        assert tiles(pair) == ([(16, 40, (layer,))] if layer < 3 else [])
+        assert tiles(pair) == [(16, 40, (layer,))]
+    pair.deliver_all()
     pair.finish("p1", "hello", 40)
-    assert tiles(pair) == [(16, 40, (3,))]
+    assert not tiles(pair)
     assert received(pair)
 
 
@@ -93,24 +100,71 @@ def test_small_parts_are_gathered_until_they_are_worth_a_write():
         compute(pair, 40, (layer,))
         sent += tiles(pair)
         pair.deliver_all()
-    assert sent == [(0, 40, tuple(range(first, first + 4))) for first in range(0, 28, 4)]
+    assert sent == [(0, 40, tuple(range(first, first + 4))) for first in range(0, 32, 4)]
     pair.finish("p1", "hello", 40)
-    assert tiles(pair) == [(0, 40, (28, 29, 30, 31))]
+    assert not tiles(pair)
     assert received(pair)
 
 
-def test_the_tile_that_would_complete_it_waits_until_prefill_has_finished():
-    """A D that had everything would give its blocks away, while a preempted P writes again."""
+def test_the_last_part_is_sent_when_it_is_written_however_small():
+    """Nothing comes after it that it could be gathered with."""
+    pair = registered(Pair({"num_layers": 32}, {"num_layers": 32}))
+    compute(pair, 40, tuple(range(30)))
+    assert tiles(pair) == [(0, 40, tuple(range(30)))]
+    pair.deliver_all()
+    compute(pair, 40, (30,))
+    assert not tiles(pair)
+    compute(pair, 40, (31,))
+    assert tiles(pair) == [(0, 40, (30, 31))]
+    pair.finish("p1", "hello", 40)
+    assert received(pair)
+
+
+def test_a_prompt_is_received_only_when_prefill_has_finished():
+    """A D that took it before would give its blocks away, while a preempted P writes again."""
     pair = registered(Pair())
     compute(pair, 40)
-    assert tiles(pair) == [(0, 40, (0,))]
+    assert tiles(pair) == [(0, 40, None)]
     pair.deliver_all()
-    compute(pair, 40)
     pair.advance(1.0)
-    assert not tiles(pair)
+    assert not pair.decode.outcomes("d1") and not pair.prefill.outcomes("p1")
+    pair.roll_back("p1")
+    compute(pair, 40)
+    pair.deliver_all()
     assert not pair.decode.outcomes("d1") and not pair.prefill.outcomes("p1")
     pair.finish("p1", "hello", 40)
-    assert tiles(pair) == [(0, 40, (1,))]
+    assert not tiles(pair)
+    assert received(pair)
+
+
+def test_what_was_said_of_an_older_epoch_does_not_complete_a_newer_one():
+    pair = registered(Pair())
+    endpoint = pair.decode.endpoints[R0]
+    holder = sender_fields(pair.prefill.rank(R0))
+    for message in (
+        Computed(holder, "d1", 0),
+        Landed(holder, "d1", 0, 40, epoch=1),
+        Computed(holder, "d1", 0),
+    ):
+        endpoint.handle(MessageReceived(message), 0.0)
+        assert not pair.decode.outcomes("d1")
+    assert stale(pair) == 1
+    told = endpoint.handle(MessageReceived(Computed(holder, "d1", 1, "go on")), 0.0)
+    reports = [each.report for each in told if isinstance(each, Tell)]
+    assert [each.outcome for each in reports] == [Outcome.RECEIVED, Outcome.RELEASED]
+    assert reports[0].continuation == "go on"
+
+
+def test_a_lost_word_that_prefill_has_finished_is_made_up_for_by_a_heartbeat():
+    pair = registered(Pair())
+    compute(pair, 40)
+    pair.deliver_all()
+    pair.finish("p1", "hello", 40)
+    (lost,) = [item for item in pair.items if item.kind == "notification"]
+    pair.drop(lost)
+    pair.deliver_all()
+    assert not pair.decode.outcomes("d1")
+    pair.advance(Timing().heartbeat_s)
     assert received(pair)
 
 
@@ -436,21 +490,23 @@ def test_every_position_of_every_layer_is_taken_once_and_only_when_written(span,
     written = [0, 0, 0]
     taken: dict[int, list[int]] = {0: [], 1: [], 2: []}
 
-    def take(*, finished: bool) -> None:
-        for tile in outgoing.ready(written.__getitem__, finished=finished):
+    def take() -> None:
+        tiles = outgoing.ready(written.__getitem__)
+        done = outgoing.completed_by(tiles)
+        for tile in tiles:
             assert tile.span.start % unit == 0
             assert tile.span.stop % unit == 0 or tile.span.stop == wanted.stop
             outgoing.take(tile)
             for layer in tile.layers:
                 assert tile.span.stop <= written[layer]
                 taken[layer] += range(tile.span.start, tile.span.stop)
+        assert outgoing.complete == done
 
     for layer, position in news:
         written[layer] = max(written[layer], position)
-        take(finished=False)
-        assert not outgoing.complete
+        take()
     written = [max(position, wanted.stop) for position in written]
-    take(finished=True)
+    take()
     assert outgoing.complete
     everything = list(range(wanted.start, wanted.stop))
     assert taken == {0: everything, 1: everything, 2: everything}

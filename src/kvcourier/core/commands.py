@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvcourier.config import TransferMode
 from kvcourier.core.events import BlockGroups, OperationId
-from kvcourier.core.messages import AnyMessage, Beat, Cancel, Landed, Register, span_of
+from kvcourier.core.messages import AnyMessage, Beat, Cancel, Computed, Landed, Register, span_of
 from kvcourier.core.outcomes import Report
 from kvcourier.ids import InstanceAddress, PeerRank
 from kvcourier.layout.geometry import TokenSpan
@@ -47,7 +47,7 @@ class SendNotification:
 
     peer: PeerRank
     address: InstanceAddress
-    message: Register | Cancel | Beat
+    message: Register | Cancel | Computed | Beat
 
 
 @dataclass(frozen=True, slots=True)

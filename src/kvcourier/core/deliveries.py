@@ -4,11 +4,11 @@ Decides, for one delivery at a time, when to acknowledge, post, fail and fence, 
 wanter is told. Refuses to know how holds are found and when they end; `holder` does that.
 """
 
-from kvcourier.core.commands import PostWrite
+from kvcourier.core.commands import PostWrite, SendNotification
 from kvcourier.core.events import BlockGroups
 from kvcourier.core.holds import Delivery, Registration
 from kvcourier.core.lifecycle import DeliveryEvent, DeliveryState, HoldState
-from kvcourier.core.messages import Fail, Fenced, Landed, Registered
+from kvcourier.core.messages import Computed, Fail, Fenced, Landed, Registered
 from kvcourier.core.outgoing import Outgoing, Tile
 from kvcourier.core.peers import Peer, PeerState
 from kvcourier.core.workspace import Counted, TimerKind, Workspace
@@ -172,13 +172,32 @@ class Deliveries:
         in_flight = len(self._space.flights.of(delivery.owner))
         if in_flight >= _MAX_TILES_IN_FLIGHT and not finished:
             return
+        posted = False
         for index, (route, outgoing) in enumerate(zip(routes, delivery.outgoing, strict=True)):
-            tiles = outgoing.ready(hold.num_written, finished=finished)
-            if not finished and outgoing.share(tiles) < _LEAST_SHARE:
+            tiles = outgoing.ready(hold.num_written)
+            worth = outgoing.share(tiles) >= _LEAST_SHARE or outgoing.completed_by(tiles)
+            if not finished and not worth:
                 continue
             for tile in tiles:
                 outgoing.take(tile)
                 self._post(delivery, index, route, wanted, tile)
+                posted = True
+        if finished and not delivery.told_computed:
+            delivery.told_computed = True
+            if not posted:
+                self._tell_computed(delivery)
+                self._complete(delivery)
+
+    def _tell_computed(self, delivery: Delivery) -> None:
+        """No tile is left to say that prefill has finished."""
+        registration = delivery.registration
+        computed = Computed(
+            self._space.sender,
+            registration.message.request_id,
+            delivery.epoch,
+            delivery.hold.continuation,
+        )
+        self._space.emit(SendNotification(registration.peer, registration.address, computed))
 
     def _post(
         self, delivery: Delivery, index: int, route: Route, wanted: TokenSpan, tile: Tile
@@ -197,6 +216,7 @@ class Deliveries:
             epoch=delivery.epoch,
             layers=None if tile.layers == route.layers else list(tile.layers),
             continuation=delivery.hold.continuation,
+            computed=delivery.hold.state is HoldState.HELD,
         )
         self._space.emit(
             PostWrite(

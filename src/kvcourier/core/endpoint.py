@@ -44,6 +44,7 @@ from kvcourier.core.messages import (
     Beat,
     Cancel,
     Collected,
+    Computed,
     CoreMessage,
     Fail,
     Fenced,
@@ -251,6 +252,8 @@ class Endpoint:
                 self._wanter.on_registered(message)
             case Landed():
                 self._wanter.on_landed(message)
+            case Computed():
+                self._wanter.on_computed(message)
             case Fail():
                 self._wanter.on_fail(message)
             case Fenced():

@@ -76,6 +76,7 @@ class Delivery:
         epoch: rises whenever the prompt is computed anew.
         outgoing: what is still to be sent in this epoch, per route; empty before the first post.
         draining: writes of an older epoch are in flight; no other is posted meanwhile.
+        told_computed: the wanter was told that prefill has finished, or will be by what was posted.
         reason: why it failed; nothing more is posted then.
     """
 
@@ -86,6 +87,7 @@ class Delivery:
     epoch: int = 0
     outgoing: list[Outgoing] = field(default_factory=list)
     draining: bool = False
+    told_computed: bool = False
     reason: str = ""
 
     @property

@@ -28,7 +28,8 @@ from kvcourier.layout.geometry import TokenSpan
 PROTOCOL_VERSION = 3
 """1: first version. 2: offers have cache groups and staging memory, lists of block ids begin with
 the window, packed streams, a `Landed` with a newer epoch voids older ones. 3: a `Landed` may carry
-a continuation; beats, nudges."""
+a continuation; beats, nudges; `Computed`, so that no tile
+waits for the end of prefill."""
 
 REGISTRATION_PREFIX = b"PUSH_REG:"
 """Starts a registration's notification, as in vLLM, so that a foreign one is recognised."""
@@ -111,8 +112,9 @@ class Landed(Message, frozen=True, tag="landed"):
     `request_id` is the wanter's. `route` numbers the routes between the two ranks, in the order
     both sides compute them (layout.routes). `layers` are global indices, None for all the route
     covers; tokens are absolute positions. With a newer `epoch` than before, all that has landed
-    for this transfer from this rank is void: the prompt is computed anew. `continuation` is what
-    the holder's engine gave for the wanter's, if the prompt was finished when this was posted.
+    for this transfer from this rank is void: the prompt is computed anew. `computed`: prefill had
+    finished when this was posted, so that cannot happen any more; `continuation` is then what the
+    holder's engine gave for the wanter's.
     """
 
     sender: SenderFields
@@ -122,6 +124,21 @@ class Landed(Message, frozen=True, tag="landed"):
     route: Index = 0
     epoch: Index = 0
     layers: list[Index] | None = None
+    continuation: Text | None = None
+    computed: bool = False
+
+
+class Computed(Message, frozen=True, tag="computed"):
+    """Holder to wanter (NIXL notification): prefill has finished, and all has been posted before.
+
+    What has landed of this `epoch` is final: the wanter has received the prompt once it has this,
+    or a `Landed` that says so, and all tiles. Until then the prompt may still be computed anew, and
+    be sent again into the same blocks.
+    """
+
+    sender: SenderFields
+    request_id: Text
+    epoch: Index = 0
     continuation: Text | None = None
 
 
@@ -279,11 +296,21 @@ RuntimeMessage = OpenStream | GrantSlots | RefuseStream | Parcel | CloseStream |
 """What couriers say to each other; the endpoint's core does not see it."""
 
 CoreMessage = (
-    Register | Registered | Landed | Fail | Cancel | Fenced | Collected | Renew | Renewed | Beat
+    Register
+    | Registered
+    | Landed
+    | Computed
+    | Fail
+    | Cancel
+    | Fenced
+    | Collected
+    | Renew
+    | Renewed
+    | Beat
 )
 AnyMessage = CoreMessage | RuntimeMessage
 
-ON_DATA_PATH = (Register, Landed, Parcel)
+ON_DATA_PATH = (Register, Landed, Computed, Parcel)
 """Messages that come as NIXL notifications only. A `Cancel` and a `Beat` come both ways, all
 others come over the side channel only."""
 

@@ -1,8 +1,7 @@
 """What of one route is still to be sent, while the prompt is computed and after.
 
-Decides which tiles are ready, where they begin and end, and which one is kept back until prefill
-has finished. Refuses to know who is told and what is in flight. A tile is a set of layers times a
-span of tokens.
+Decides which tiles are ready, and where they begin and end. Refuses to know who is told and what
+is in flight. A tile is a set of layers times a span of tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +19,7 @@ class Tile(NamedTuple):
 
 
 class Outgoing:
-    """One route of a delivery, in one epoch.
-
-    Every tile is taken once. The last layer's last tile, the one that would complete the route, is
-    kept back until prefill has finished: a wanter that had all could give its blocks away while
-    the prompt may still be computed anew and sent again.
-    """
+    """One route of a delivery, in one epoch. Every tile is taken once."""
 
     def __init__(self, route: Route, span: TokenSpan) -> None:
         """`span` is what moves of the route in all."""
@@ -39,17 +33,12 @@ class Outgoing:
         """Whether everything is taken."""
         return all(position >= self._span.stop for position in self._next.values())
 
-    def ready(self, written: Callable[[int], int], *, finished: bool) -> list[Tile]:
+    def ready(self, written: Callable[[int], int]) -> list[Tile]:
         """Tiles that could be taken, the largest there are.
 
-        Args:
-            written: how many positions of a layer are written, from 0 on.
-            finished: whether prefill has finished.
+        `written` says how many positions of a layer are written, from 0 on.
         """
         stops = {layer: self._stop(written(layer)) for layer in self._next}
-        if not finished and all(stop >= self._span.stop for stop in stops.values()):
-            last = max(layer for layer, start in self._next.items() if start < self._span.stop)
-            stops[last] = self._next[last]
         tiles: dict[TokenSpan, list[int]] = {}
         for layer, start in self._next.items():
             if start < stops[layer]:
@@ -60,6 +49,11 @@ class Outgoing:
         """How much of all that moves these are."""
         cells = sum(len(tile.span) * len(tile.layers) for tile in tiles)
         return cells / (len(self._span) * len(self._next))
+
+    def completed_by(self, tiles: Sequence[Tile]) -> bool:
+        """Whether nothing is left to come after these."""
+        left = sum(max(0, self._span.stop - start) for start in self._next.values())
+        return left == sum(len(tile.span) * len(tile.layers) for tile in tiles)
 
     def take(self, tile: Tile) -> None:
         """This tile, one of those ready, is sent."""

@@ -17,7 +17,15 @@ from kvcourier.core.commands import Abandon, PostRead
 from kvcourier.core.coverage import Coverage
 from kvcourier.core.events import BlocksReserved, WantBegun
 from kvcourier.core.lifecycle import WantEvent, WantState
-from kvcourier.core.messages import Fail, Fenced, Landed, Registered, RenewItem, span_of
+from kvcourier.core.messages import (
+    Computed,
+    Fail,
+    Fenced,
+    Landed,
+    Registered,
+    RenewItem,
+    span_of,
+)
 from kvcourier.core.outcomes import Outcome, Side
 from kvcourier.core.params import PullIntent
 from kvcourier.core.peers import Peer, PeerState
@@ -142,11 +150,42 @@ class Wanter:
         if coverage is None or not coverage.land(span, message.layers):
             self._space.counts[Counted.STALE_REFUSED] += 1
             return
-        want.continuation = message.continuation or want.continuation
         self._space.note(want.request_id, "landed", by=str(link.peer), tokens=len(span))
-        if link.covered:
+        if message.computed:
+            self._on_computed(want, link, message.continuation)
+        self._receive_if_complete(want, link)
+
+    def on_computed(self, message: Computed) -> None:
+        """A source rank has finished prefill and posted everything before."""
+        want, link = self._match(message.sender.peer(), message.request_id)
+        if want is None or link is None or want.state not in _AWAITING_WRITE:
+            self._space.counts[Counted.STALE_REFUSED] += 1
+            return
+        if not _is_current(want, link, message.epoch):
+            self._space.counts[Counted.STALE_REFUSED] += 1
+            return
+        self._space.note(want.request_id, "computed", by=str(link.peer))
+        self._on_computed(want, link, message.continuation)
+        self._receive_if_complete(want, link)
+
+    def on_served(self, peer: PeerRank, request_id: RequestId) -> None:
+        """A source rank has written all of it, so prefill has finished: a lost notice matters no
+        more."""
+        want, link = self._match(peer, request_id)
+        if want is None or link is None or want.state not in _AWAITING_WRITE:
+            return
+        if link.routes and link.covered:
+            self._on_computed(want, link, None)
+            self._receive_if_complete(want, link)
+
+    def _on_computed(self, want: Want, link: Link, continuation: str | None) -> None:
+        link.computed = True
+        want.continuation = continuation or want.continuation
+
+    def _receive_if_complete(self, want: Want, link: Link) -> None:
+        if link.received:
             link.may_write = False
-        if all(source.covered for source in want.sources):
+        if all(source.received for source in want.sources):
             self._receive(want, WantEvent.LANDED)
 
     def write_target(self, message: Landed) -> WriteTarget | None:
@@ -515,17 +554,19 @@ class Wanter:
 
 
 def _expected(want: Want, link: Link, message: Landed) -> Coverage | None:
-    """What is to come of the tiles' route; None if the tiles are foreign or of an older epoch.
-
-    With a newer epoch all that has landed from this rank is void.
-    """
-    if message.route >= len(link.coverage) or message.epoch < link.epoch:
+    """What is to come of the tiles' route; None if the tiles are foreign or of an older epoch."""
+    if message.route >= len(link.coverage) or not _is_current(want, link, message.epoch):
         return None
-    if message.epoch > link.epoch:
-        link.epoch = message.epoch
+    return link.coverage[message.route]
+
+
+def _is_current(want: Want, link: Link, epoch: int) -> bool:
+    """False for an older epoch. With a newer one all that has landed from this rank is void."""
+    if epoch > link.epoch:
+        link.epoch = epoch
         link.may_write = True
         link.expect(want.span)
-    return link.coverage[message.route]
+    return epoch == link.epoch
 
 
 def _mode(want: Want) -> TransferMode:

@@ -28,6 +28,7 @@ class Link:
         routes: what we take from it; none for a rank we only have to free.
         consumers: ranks of our instance that take from it.
         coverage: what has landed, per route (push).
+        computed: prefill has finished there, so that what has landed is final (push).
         epoch: how often the prompt was computed anew there, as its writes say.
         may_write: whether it may still write into our blocks (push): from our registration until
             all has landed, it is fenced, or it is gone.
@@ -39,6 +40,7 @@ class Link:
     routes: tuple[Route, ...]
     consumers: tuple[Rank, ...]
     coverage: list[Coverage] = field(default_factory=list)
+    computed: bool = False
     epoch: int = 0
     may_write: bool = False
     acknowledged: bool = False
@@ -46,12 +48,18 @@ class Link:
 
     def expect(self, span: TokenSpan) -> None:
         """Nothing has landed, and all that is needed of `span` is to come."""
+        self.computed = False
         self.coverage = [Coverage(each.layers, each.needed(span)) for each in self.routes]
 
     @property
     def covered(self) -> bool:
         """Whether everything wanted of this rank has landed."""
         return all(part.complete for part in self.coverage)
+
+    @property
+    def received(self) -> bool:
+        """Whether it has landed for good."""
+        return self.computed and self.covered
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ from kvcourier.core.messages import (
     Beat,
     Cancel,
     CloseStream,
+    Computed,
     GrantSlots,
     Landed,
     Nudge,
@@ -86,7 +87,7 @@ _POLL_READY_S = 0.001
 """Pause between looks at what a GPU has yet to compute. All of a prefill may pass meanwhile, and an
 eager one is launched by a thread that needs the interpreter as well."""
 
-_UNKNOWN_WRITER = (Landed, Parcel)
+_UNKNOWN_WRITER = (Landed, Computed, Parcel)
 """Notices that only a connected peer's agent may send."""
 
 
@@ -472,7 +473,7 @@ class Courier:
         match message:
             case Parcel():
                 self._receiver.on_message(message)
-            case Register() | Landed() | Cancel() | Beat():
+            case Register() | Landed() | Computed() | Cancel() | Beat():
                 self._handle(MessageReceived(message))
             case _:
                 self._drop_foreign(message)
