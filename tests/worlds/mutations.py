@@ -79,7 +79,12 @@ def broken(*rules: tuple[type, str, str, str]) -> Iterator[None]:
 def match_across_incarnations():
     """What one life had asked for is done for the next: registrations and references stay valid."""
     return broken(
-        (Endpoint, "_on_peer_lost", "self._holder.on_peer_failed(event.address, event.reason)", ""),
+        (
+            Endpoint,
+            "_on_peer_lost",
+            "self._holder.on_peer_lost(event.address, event.incarnation, event.reason)",
+            "",
+        ),
         (
             Deliveries,
             "advance",

@@ -41,6 +41,8 @@ SHORT = Timing(
     transfer_timeout_s=4.0,
     quarantine_limit_s=60.0,
     peer_idle_s=90.0,
+    beat_s=0.3,
+    peer_silence_s=0.9,
 )
 """So that a lot happens within a minute, in the proportions of the defaults."""
 
