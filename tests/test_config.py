@@ -62,7 +62,7 @@ def test_a_lease_outlasts_two_lost_heartbeats():
 
 
 def test_what_operators_choose_brings_along_what_follows_from_it():
-    assert timing_of(30.0, 60.0, 0.3) == Timing()
+    assert timing_of(30.0, 60.0, 3.0) == Timing()
     short = timing_of(3.0, 20.0, 0.1)
     assert (short.heartbeat_s, short.beat_s) == (1.0, 0.05)
     assert timing_of(30.0, 60.0, 5.0).beat_s == Timing().beat_s

@@ -94,8 +94,8 @@ class Timing:
     transfer_timeout_s: float = 60.0
     quarantine_limit_s: float = 300.0
     peer_idle_s: float = 600.0
-    beat_s: float = 0.1
-    peer_silence_s: float = 0.3
+    beat_s: float = 0.5
+    peer_silence_s: float = 3.0
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
