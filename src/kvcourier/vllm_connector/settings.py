@@ -35,11 +35,15 @@ _COURIER = CourierConfig()
 DEFAULT_NUM_THREADS = 4
 """UCX threads, as in vLLM's own connectors; with one, posting scattered blocks takes twice as
 long."""
-DEFAULT_GRANULARITY = Granularity.CHUNK
-"""A layer at a time slows an eager prefill down more than it gains; see docs/benchmarks.md."""
+DEFAULT_GRANULARITY = Granularity.LAYER
+"""Only large parts are sent before the others, see `layer_pace`."""
 
 LEAST_PART_ON_GPU = 256 * MIB
 """NVLink moves it in the time that a part costs in Python; on a CPU every part pays."""
+
+POLL_STREAM_ON_GPU_S = 0.0001
+"""Without a pause the courier would take the interpreter from the thread that launches steps, for
+all of a transfer."""
 
 GPU_STAGING = StagingConfig(send_bytes=512 * MIB, receive_bytes=512 * MIB, slot_bytes=128 * MIB)
 CPU_STAGING = StagingConfig()
@@ -133,7 +137,7 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
             courier=CourierConfig(
                 backends=tuple(backends),
                 num_threads=int(_number(extra, "num_threads", DEFAULT_NUM_THREADS)),
-                poll_stream_s=0.0 if on_gpu else _COURIER.poll_stream_s,
+                poll_stream_s=POLL_STREAM_ON_GPU_S if on_gpu else _COURIER.poll_stream_s,
                 staging=_staging(extra, transfer, GPU_STAGING if on_gpu else CPU_STAGING),
             ),
         ),
