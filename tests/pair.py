@@ -397,13 +397,19 @@ class Pair:
         self._num_held[request_id] = num_tokens
 
     def want_push(
-        self, request_id: str, transfer_id: str | None, holder_request_id: str | None = None
+        self,
+        request_id: str,
+        transfer_id: str | None,
+        holder_request_id: str | None = None,
+        *,
+        reads: bool = False,
     ) -> None:
-        """D accepts a request that P writes."""
+        """D accepts a request that P writes or, with `reads`, tells D to read."""
         intent = PushIntent(
             self.holder(),
             RequestId(holder_request_id) if holder_request_id else None,
             TransferId(transfer_id) if transfer_id else None,
+            reads=reads,
         )
         self.engine(self.decode, WantBegun(RequestId(request_id), intent))
 

@@ -21,6 +21,20 @@ class TransferMode(enum.StrEnum):
     PUSH = "push"
 
 
+class Binding(enum.StrEnum):
+    """When D learns of a prompt and reserves blocks: early, while P computes, or late, after."""
+
+    EARLY = "early"
+    LATE = "late"
+
+
+USUAL_BINDING: Mapping[TransferMode, Binding] = {
+    TransferMode.PULL: Binding.LATE,
+    TransferMode.PUSH: Binding.EARLY,
+}
+"""What a mode means where nothing else is said."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds on everything that comes from the network.

@@ -3,8 +3,9 @@
 import pytest
 
 from kvcourier.bench.choices import FLAGS, OURS, ROWS, WAYS, NotAvailable, Setup, set_up
-from kvcourier.bench.plan import Way
+from kvcourier.bench.plan import ASKED, Way
 from kvcourier.cli.bench import serve_flags
+from kvcourier.config import USUAL_BINDING, TransferMode
 
 ALL_FLAGS = {
     "--posting": frozenset({"thread", "inline"}),
@@ -76,10 +77,16 @@ def test_what_is_missing_is_named() -> None:
     assert found == NotAvailable("this `kvcourier serve` has no --granularity=layer")
 
 
-def test_modes_that_no_router_has_are_not_faked() -> None:
-    assert ("late", "WRITE") not in WAYS
-    found = set_up(row("kvcourier, binding late"), ALL_FLAGS)
-    assert found == NotAvailable("no mode of the router has late binding with WRITE")
+def test_each_binding_goes_with_each_initiator() -> None:
+    found = {pair: ASKED[way] for pair, way in WAYS.items()}
+    assert {pair: mode for pair, (mode, _) in found.items()} == {
+        ("late", "READ"): TransferMode.PULL,
+        ("early", "READ"): TransferMode.PULL,
+        ("late", "WRITE"): TransferMode.PUSH,
+        ("early", "WRITE"): TransferMode.PUSH,
+    }
+    for (binding, _), (mode, said) in found.items():
+        assert (said or USUAL_BINDING[mode]) == binding
 
 
 def test_flags_of_the_installed_serve_are_known_with_their_values() -> None:

@@ -361,9 +361,17 @@ def test_defaults_are_those_of_the_first_version():
     assert Landed(SENDER, "r", 0, 1).layers is None
     assert HoldName() == HoldName(None, 0, None, None)
     assert {field.name for field in msgspec.structs.fields(Register) if not field.required} == {
-        "epoch"
+        "epoch",
+        "reads",
     }
+    assert not _default(Register, "reads")
+    assert _default(Landed, "continuation") is None
     assert all(field.required for field in msgspec.structs.fields(Renewed))
+
+
+def _default(kind: type, name: str) -> object:
+    (found,) = (each.default for each in msgspec.structs.fields(kind) if each.name == name)
+    return found
 
 
 def _fields(name: str) -> dict:

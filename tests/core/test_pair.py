@@ -38,9 +38,30 @@ def pull(pair: Pair, num_tokens: int = 40, start: int = 0) -> None:
     assert pair.reserve("d1", "hello", start, num_tokens)
 
 
+def late_push(pair: Pair, num_tokens: int = 40, start: int = 0) -> None:
+    """Late binding and WRITE: D comes when P has finished, and P writes at once."""
+    pair.hold("p1", "t1")
+    pair.finish("p1", "hello", num_tokens)
+    pair.want_push("d1", "t1", "p1")
+    assert pair.reserve("d1", "hello", start, num_tokens)
+
+
+def early_pull(pair: Pair, num_tokens: int = 40, start: int = 0) -> None:
+    """Early binding and READ: D registers, and READs when P tells what it holds."""
+    pair.hold("p1", "t1")
+    pair.want_push("d1", "t1", reads=True)
+    assert pair.reserve("d1", "hello", start, num_tokens)
+    pair.deliver_all()
+    assert not [item for item in pair.items if item.kind == "read"]
+    pair.finish("p1", "hello", num_tokens)
+
+
+WAYS = [push, pull, late_push, early_pull]
+
+
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 @pytest.mark.parametrize("written_pulls", [False, True], ids=["read", "written"])
-@pytest.mark.parametrize("transfer", [push, pull])
+@pytest.mark.parametrize("transfer", WAYS)
 def test_without_faults_everything_completes(transfer, written_pulls, shapes):
     pair = Pair(*shapes, written_pulls=written_pulls)
     transfer(pair)
@@ -51,7 +72,7 @@ def test_without_faults_everything_completes(transfer, written_pulls, shapes):
     pair.settle()
 
 
-@pytest.mark.parametrize("transfer", [push, pull])
+@pytest.mark.parametrize("transfer", WAYS)
 def test_a_holder_may_have_no_continuation(transfer):
     pair = Pair(continues=False)
     transfer(pair)
@@ -60,7 +81,7 @@ def test_a_holder_may_have_no_continuation(transfer):
 
 
 @pytest.mark.parametrize("cached_blocks", [0, 1, 2])
-@pytest.mark.parametrize("transfer", [push, pull])
+@pytest.mark.parametrize("transfer", WAYS)
 def test_a_partial_prefix_hit_moves_the_tail_only(transfer, cached_blocks):
     pair = Pair()
     transfer(pair, num_tokens=40, start=16 * cached_blocks)

@@ -84,21 +84,26 @@ class PairMachine(RuleBasedStateMachine):
         self.pair.hold(request_id, transfer_id)
         return request_id, mode
 
-    @rule(target=wants, num_tokens=st.integers(1, 60), hold=holds)
-    def want_push(self, num_tokens, hold):
+    @rule(target=wants, hold=holds, reads=st.booleans())
+    def want_push(self, hold, reads):
         if hold[1] != "push":
             return None
         request_id = self.name("d")
         self.life[request_id] = self.pair.decode.life
         self.tokens[request_id] = self.tokens[hold[0]]
-        self.pair.want_push(request_id, f"t-{hold[0]}")
+        self.pair.want_push(request_id, f"t-{hold[0]}", reads=reads)
         return request_id, hold[0]
 
-    @rule(target=holds, num_tokens=st.integers(17, 60), cached=st.booleans())
-    def register_early(self, num_tokens, cached):
+    @rule(
+        target=holds,
+        num_tokens=st.integers(17, 60),
+        cached=st.booleans(),
+        reads=st.sampled_from([False, False, True]),
+    )
+    def register_early(self, num_tokens, cached, reads):
         """A push as it should be: P knows where to write before it has computed anything."""
         hold = self.hold(num_tokens, "push")
-        want = self.want_push(num_tokens, hold)
+        want = self.want_push(hold, reads)
         self.reserve(want, 0.5 if cached else 0.0)
         self.pair.deliver_all()
         return hold
@@ -233,14 +238,16 @@ class PairMachine(RuleBasedStateMachine):
 
     def serves_a_fresh_request(self):
         pair = self.pair
-        pair.hold("p-last", "t-last")
-        pair.want_push("d-last", "t-last")
-        assert pair.reserve("d-last", "last", 0, 30)
-        pair.deliver_all()
-        pair.finish("p-last", "last", 30)
-        pair.deliver_all()
-        told = pair.decode.outcomes("d-last")
-        assert told == {Outcome.RECEIVED, Outcome.RELEASED}, pair.decode.reasons
+        for reads in (False, True):
+            name = f"last-{reads}"
+            pair.hold(f"p-{name}", f"t-{name}")
+            pair.want_push(f"d-{name}", f"t-{name}", reads=reads)
+            assert pair.reserve(f"d-{name}", name, 0, 30)
+            pair.deliver_all()
+            pair.finish(f"p-{name}", name, 30)
+            pair.deliver_all()
+            told = pair.decode.outcomes(f"d-{name}")
+            assert told == {Outcome.RECEIVED, Outcome.RELEASED}, pair.decode.reasons
 
 
 def is_computing(pair, request_id):

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from e2e.cluster import BLOCK_SIZE, CHUNK_TOKENS, NUM_TOKENS, until
 from engine.rig import Listener, generate, submit, tiny_model
+from kvcourier.bench.plan import ASKED, Way
 from kvcourier.cli.instance import make_endpoint
 from kvcourier.config import (
     CourierConfig,
@@ -21,7 +22,6 @@ from kvcourier.config import (
     Limits,
     PathPolicy,
     StagingConfig,
-    TransferMode,
 )
 from kvcourier.core.params import Intent, parse_params
 from kvcourier.engine.api import FinishReason
@@ -29,7 +29,7 @@ from kvcourier.engine.config import EngineConfig, make_cache
 from kvcourier.engine.engine import Engine
 from kvcourier.ids import EngineId, RequestId, TransferId
 from kvcourier.router.config import Coordinates
-from kvcourier.router.legs import Call, prefill_params, pull_params, push_params
+from kvcourier.router.legs import Call, early_params, late_params, prefill_params
 from kvcourier.runtime.endpoint import KvEndpoint
 
 SHAPE = "layers=4,hidden=64,heads=4,kv_heads=2,head_dim=16,max_position=512"
@@ -122,7 +122,8 @@ class Pair:
 
     def start(self, mode: str, name: str, prompt: Sequence[int], **sampling: Any) -> Listener:
         """Send both legs as the router does; the listener gets what D generates."""
-        call = Call(TransferMode(mode), TransferId(name), RequestId(name), body={})
+        asked, binding = ASKED[Way(mode)]
+        call = Call(asked, TransferId(name), RequestId(name), body={}, binding=binding)
         sampling = {"max_tokens": NUM_TOKENS} | sampling
         held = submit(
             self.prefill.engine,
@@ -131,12 +132,12 @@ class Pair:
             intent=_intent(prefill_params(call)),
             **sampling | {"max_tokens": 1},
         )
-        if mode == "push":
-            params = push_params(call, self.prefill.coordinates())
+        if call.is_early:
+            params = early_params(call, self.prefill.coordinates())
         else:
             handoff = held.finish().kv_transfer_params
             assert handoff is not None, held.last
-            params = pull_params(call, handoff)
+            params = late_params(call, handoff)
         return submit(self.decode.engine, f"d-{name}", prompt, intent=_intent(params), **sampling)
 
     def ask(

@@ -366,7 +366,7 @@ def test_what_was_collected_is_gone(unharmed: Cluster, single: Engine) -> None:
 
 
 def test_push_of_a_prompt_that_never_comes(unharmed: Cluster) -> None:
-    params = push_params(unharmed.prefill, "never")
+    params = early_params(unharmed.prefill, "never")
     with unharmed.decode.sent(fresh_prompt(CHUNK_TOKENS), kv_transfer_params=params):
         until(
             lambda: unharmed.prefill.metric("kvcourier_waiting_registrations") == 1,
@@ -374,7 +374,7 @@ def test_push_of_a_prompt_that_never_comes(unharmed: Cluster) -> None:
         )
 
 
-def push_params(prefill: Server, transfer_id: str) -> dict[str, Any]:
+def early_params(prefill: Server, transfer_id: str) -> dict[str, Any]:
     """What a router sends D in push."""
     info = prefill.info()
     return {
@@ -442,7 +442,7 @@ def test_push_router_in_front_of_a_pull_only_instance(
 
 
 def test_push_from_a_pull_only_instance(unharmed: Cluster, misfits: Misfits) -> None:
-    params = push_params(misfits.pull_only, "wrong-mode")
+    params = early_params(misfits.pull_only, "wrong-mode")
     body = body_of(fresh_prompt(3 * BLOCK_SIZE), kv_transfer_params=params)
     response = unharmed.decode.post(body)
     assert response.status_code == 503

@@ -14,10 +14,12 @@ from e2e.cluster import (
     NUM_BLOCKS,
     NUM_TOKENS,
     Cluster,
+    body_of,
     running_cluster,
 )
 from e2e.pairs import QWEN3, Pair, Zoo
 from engine.rig import generate, random_prompt, reference, running_engine, tiny_model
+from kvcourier.config import Binding
 from kvcourier.demo.prompts import PROMPTS
 from kvcourier.engine.engine import Engine
 from kvcourier.engine.streaming import GRANULARITIES
@@ -105,6 +107,58 @@ def test_what_is_sent_at_once(zoo: Zoo, shape: str, granularity: str, path: str,
     prompts = [prompt_of(length, name) for length in (3 * CHUNK_TOKENS + 5, 2 * CHUNK_TOKENS, 7)]
     assert pair.ask(mode, name, prompts) == [right(prompt) for prompt in prompts]
     pair.wait_idle()
+
+
+@pytest.mark.parametrize("way", ["early-pull", "late-push"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("shape", ["tp1-tp1", "tp2-tp4", "pp2-pp1", "all of it"])
+def test_the_other_bindings(zoo: Zoo, shape: str, sampling: str, way: str) -> None:
+    fields = SAMPLINGS[sampling]
+    prefill, decode = SHAPES[shape]
+    pair = Pair(zoo.instance("p", **prefill), zoo.instance("d", **decode))
+    name = f"{way}-{sampling}-{shape}"
+    prompts = [prompt_of(length, name) for length in (7, 2 * CHUNK_TOKENS, 3 * CHUNK_TOKENS + 5)]
+    expected = generate(zoo.instance("single").engine, prompts, max_tokens=NUM_TOKENS, **fields)
+    pair.warm(prompts[1][: 4 * BLOCK_SIZE])
+    before = pair.decode.engine.stats()
+    assert pair.ask(way, name, prompts, **fields) == expected
+    pair.wait_idle()
+    after = pair.decode.engine.stats()
+    for counter in ("kv_received", "first_tokens_seeded"):
+        assert after[counter] - before[counter] == len(prompts), counter
+    operations = {
+        entry["operation"]
+        for index in range(len(prompts))
+        for entry in (
+            *(pair.prefill.endpoint.story(f"p-{name}-{index}") or ()),
+            *(pair.decode.endpoint.story(f"d-{name}-{index}") or ()),
+        )
+        if entry["what"] == "posted"
+    }
+    assert operations == {"READ" if way == "early-pull" else "WRITE"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("binding", list(Binding))
+def test_a_binding_of_ones_own_through_the_router(
+    cluster: Cluster, single: Engine, binding: Binding, mode: str
+) -> None:
+    prompt = prompt_of(3 * CHUNK_TOKENS + 5, f"router-{binding}-{mode}")
+    (expected,) = generate(single, [prompt], max_tokens=NUM_TOKENS)
+    headers = {"X-KV-Mode": mode, "X-KV-Binding": binding.value}
+    response = cluster.router.post(body_of(prompt), headers=headers)
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["token_ids"] == expected
+    assert response.headers["x-kv-binding"] == binding
+    transfer_id = response.headers["x-kv-transfer-id"]
+    cluster.wait_idle()
+    stories = [server.story(transfer_id) for server in (cluster.prefill, cluster.decode)]
+    posted = [any(entry["what"] == "posted" for entry in story) for story in stories]
+    assert posted == ([True, False] if mode == "push" else [False, True])
+    if binding is Binding.LATE:
+        assert not any(entry.get("while_computing") for entry in stories[0])
+    was_offered = any(entry["what"] == "offered" for entry in stories[1])
+    assert was_offered == (binding is Binding.EARLY and mode == "pull")
 
 
 @pytest.mark.parametrize("mode", MODES)

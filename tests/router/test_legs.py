@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcourier.config import Limits, TransferMode
+from kvcourier.config import Binding, Limits, TransferMode
 from kvcourier.core.params import HoldIntent, PullIntent, PushIntent, parse_params
 from kvcourier.ids import EngineId, RequestId, TransferId
 from kvcourier.router.config import Coordinates
 from kvcourier.router.intake import (
     CallRefused,
+    binding_of,
     forwarded_headers,
     mode_of,
     parse_body,
@@ -23,10 +24,10 @@ from kvcourier.router.intake import (
 from kvcourier.router.legs import (
     Call,
     decode_leg,
+    early_params,
+    late_params,
     prefill_leg,
     prefill_params,
-    pull_params,
-    push_params,
     read_handoff,
 )
 from kvcourier.router.policy import POLICIES, Candidate, choose
@@ -51,8 +52,8 @@ FIELDS = st.sampled_from(
 BODIES = st.dictionaries(FIELDS, VALUES)
 
 
-def call(body: dict[str, Any]) -> Call:
-    return Call(TransferMode.PUSH, TransferId("t"), RequestId("r"), body, (("a", "b"),), WHERE)
+def call(body: dict[str, Any], mode: TransferMode = TransferMode.PULL) -> Call:
+    return Call(mode, TransferId("t"), RequestId("r"), body, (("a", "b"),), WHERE)
 
 
 @repeatable
@@ -74,7 +75,7 @@ def test_a_prefill_leg_changes_only_what_it_must(body: dict[str, Any]) -> None:
 def test_a_decode_leg_is_the_call_and_the_handoff(
     body: dict[str, Any], handoff: dict[str, Any]
 ) -> None:
-    params = pull_params(call(body), handoff)
+    params = late_params(call(body), handoff)
     sent = json.loads(decode_leg(call(body), params).content)
     assert sent == body | {"kv_transfer_params": params}
     assert {**params, **handoff} == params | {
@@ -87,11 +88,13 @@ def test_our_own_instances_understand_each_leg() -> None:
     limits = Limits()
     one = call({})
     assert parse_params(prefill_params(one), limits) == HoldIntent(TransferId("t"))
-    pushed = parse_params(push_params(one, WHERE), limits)
-    assert isinstance(pushed, PushIntent)
-    assert (pushed.holder.engine_id, pushed.holder.port) == ("p", 5600)
-    assert (pushed.holder.tp_size, pushed.holder.pp_size) == (2, 3)
-    assert pushed.transfer_id == "t"
+    for mode in TransferMode:
+        early = parse_params(early_params(call({}, mode), WHERE), limits)
+        assert isinstance(early, PushIntent)
+        assert (early.holder.engine_id, early.holder.port) == ("p", 5600)
+        assert (early.holder.tp_size, early.holder.pp_size) == (2, 3)
+        assert early.transfer_id == "t"
+        assert early.reads == (mode is TransferMode.PULL)
     handoff = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -102,9 +105,15 @@ def test_our_own_instances_understand_each_leg() -> None:
         "remote_port": 5600,
         "tp_size": 2,
     }
-    pulled = parse_params(pull_params(one, handoff), limits)
+    pulled = parse_params(late_params(one, handoff), limits)
     assert isinstance(pulled, PullIntent)
     assert pulled.transfer_id == "t"
+    # P's answer may name the one mode it is configured for; the call's counts.
+    written = late_params(call({}, TransferMode.PUSH), handoff | {"transfer_mode": "pull"})
+    late = parse_params(written, limits)
+    assert isinstance(late, PushIntent) and not late.reads
+    assert (late.holder, late.transfer_id) == (pulled.holder, "t")
+    assert late.holder_request_id == "x"
 
 
 def test_headers_of_a_leg() -> None:
@@ -200,6 +209,16 @@ def test_no_mode_is_the_default_and_a_wrong_one_refused() -> None:
         mode_of({"x-kv-mode": "both"}, TransferMode.PULL)
 
 
+def test_a_binding_is_read_or_follows_from_the_mode() -> None:
+    pull, push = TransferMode.PULL, TransferMode.PUSH
+    assert binding_of({}, pull, None) is Binding.LATE
+    assert binding_of({}, push, None) is Binding.EARLY
+    assert binding_of({}, push, Binding.LATE) is Binding.LATE
+    assert binding_of({"x-kv-binding": " Early "}, pull, Binding.LATE) is Binding.EARLY
+    with pytest.raises(CallRefused, match="early, late"):
+        binding_of({"x-kv-binding": "soon"}, pull, None)
+
+
 def test_headers_of_one_connection_stay_behind() -> None:
     given_headers = [
         ("Authorization", "Bearer k"),
@@ -210,6 +229,7 @@ def test_headers_of_one_connection_stay_behind() -> None:
         ("Content-Length", "9"),
         ("X-Request-Id", "r"),
         ("X-KV-Mode", "push"),
+        ("X-KV-Binding", "late"),
         ("X-Data-Parallel-Rank", "9"),
         ("Transfer-Encoding", "chunked"),
     ]

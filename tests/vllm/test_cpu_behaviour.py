@@ -123,7 +123,7 @@ def asked(
         connection.close()
 
 
-def push_params(prefill: Vllm, transfer_id: str, **others: object) -> dict[str, object]:
+def early_params(prefill: Vllm, transfer_id: str, **others: object) -> dict[str, object]:
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -138,7 +138,7 @@ def push_params(prefill: Vllm, transfer_id: str, **others: object) -> dict[str, 
     }
 
 
-def pull_params(prefill: Vllm, prompt: Sequence[int], **others: object) -> dict[str, object]:
+def late_params(prefill: Vllm, prompt: Sequence[int], **others: object) -> dict[str, object]:
     """What P answers, its KV now held for somebody."""
     body = request_body(list(prompt)) | {
         "max_tokens": 1,
@@ -236,7 +236,7 @@ def test_a_call_that_d_refuses_frees_p_at_once(pair: Pair, mode: str) -> None:
     body = request_body(prompt) | {"max_tokens": 1, "kv_transfer_params": named}
     params = post(prefill.url, body).json()["kv_transfer_params"]
     if mode == "push":
-        params = push_params(prefill, f"refused-{mode}")
+        params = early_params(prefill, f"refused-{mode}")
     wrong = request_body(prompt) | {"top_p": 7, "kv_transfer_params": params}
     assert post(decode.url, wrong).status_code == 400
     wait_idle(prefill)
@@ -291,7 +291,7 @@ def begun(server: Vllm, before: int) -> bool:
 def test_a_client_that_leaves_after_d_registered(pair: Pair, ways: Mapping[str, str]) -> None:
     _, decode = pair
     name = uuid.uuid4().hex
-    body = request_body(prompt_of(120, 200)) | {"kv_transfer_params": push_params(pair[0], name)}
+    body = request_body(prompt_of(120, 200)) | {"kv_transfer_params": early_params(pair[0], name)}
     with asked(decode.url, body, {"X-Request-Id": name}):
         wait_until(lambda: decode.metric("vllm:kv_cache_usage_perc") > 0, IDLE_S)
     wait_idle(decode)
@@ -359,7 +359,7 @@ def test_params_of_wrong_types_are_refused_or_mean_a_local_answer(pair: Pair, ro
     for what, wrong in WRONG.items():
         params = wrong
         if isinstance(wrong, dict) and not any(key.startswith("do_") for key in wrong):
-            params = push_params(other, "t") | wrong
+            params = early_params(other, "t") | wrong
         answer = post(server.url, request_body(prompt) | {"kv_transfer_params": params})
         assert answer.status_code in (200, 400, 422), f"{what}: {answer.text}"
         if answer.status_code == 200:
@@ -374,7 +374,7 @@ def test_blocks_that_p_does_not_hold_for_this_request_are_not_believed(
 ) -> None:
     prefill, decode = pair
     prompt = prompt_of(120, 310)
-    held = pull_params(prefill, prompt)
+    held = late_params(prefill, prompt)
     answer = post(decode.url, request_body(prompt) | {"kv_transfer_params": held | named})
     assert answer.status_code == 500, answer.text
 
@@ -388,7 +388,7 @@ def test_a_prefill_instance_that_does_not_exist(pair: Pair, ways: Mapping[str, s
     blocks = {"remote_block_ids": [[1, 2, 3, 4]], "remote_num_tokens": 120}
     port = free_port()
     calls = [
-        (server, push_params(prefill, name, remote_port=port, remote_engine_id="dead") | pulled)
+        (server, early_params(prefill, name, remote_port=port, remote_engine_id="dead") | pulled)
         for server in (prefill, decode)
         for name, pulled in (("pushed", {}), ("pulled", blocks))
     ]
@@ -414,9 +414,9 @@ def test_a_prefill_instance_that_does_not_exist(pair: Pair, ways: Mapping[str, s
 def test_a_prefill_instance_that_dies_and_comes_back(pair: Pair, ways: Mapping[str, str]) -> None:
     prefill, decode = pair
     prompt = prompt_of(120, 410)
-    outdated = request_body(prompt) | {"kv_transfer_params": pull_params(prefill, prompt)}
+    outdated = request_body(prompt) | {"kv_transfer_params": late_params(prefill, prompt)}
     name = uuid.uuid4().hex
-    waiting = request_body(prompt) | {"kv_transfer_params": push_params(prefill, name)}
+    waiting = request_body(prompt) | {"kv_transfer_params": early_params(prefill, name)}
     with asked(decode.url, waiting, {"X-Request-Id": name}) as connection:
         wait_until(lambda: decode.metric("vllm:kv_cache_usage_perc") > 0, IDLE_S)
         prefill.kill()

@@ -70,6 +70,8 @@ FRAGMENT_FLAG = "--fragment"
 
 WAYS: Mapping[tuple[str, str], Way] = {
     ("late", "READ"): Way.PULL,
+    ("early", "READ"): Way.EARLY_PULL,
+    ("late", "WRITE"): Way.LATE_PUSH,
     ("early", "WRITE"): Way.PUSH,
 }
 """Which mode of the router has this binding and this initiator."""
@@ -134,11 +136,6 @@ class NotAvailable:
 
 def set_up(choices: Choices, known: KnownFlags) -> Setup | NotAvailable:
     """The flags and the mode of a combination, or what is missing for it."""
-    way = WAYS.get((choices.binding, choices.initiator))
-    if way is None:
-        return NotAvailable(
-            f"no mode of the router has {choices.binding} binding with {choices.initiator}"
-        )
     flags = []
     for choice, spec in FLAGS.items():
         value = getattr(choices, choice)
@@ -150,4 +147,4 @@ def set_up(choices: Choices, known: KnownFlags) -> Setup | NotAvailable:
         if allowed is not None and value not in allowed:
             return NotAvailable(f"this `kvcourier serve` has no {spec.arguments[value]}")
         flags.append(spec.arguments[value])
-    return Setup(tuple(flags), way)
+    return Setup(tuple(flags), WAYS[choices.binding, choices.initiator])

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from kvcourier.bench.plan import Way
+from kvcourier.bench.plan import ASKED, Way
 from kvcourier.bench.samples import Answered, Failed, Outcome
 from kvcourier.demo.client import (
     DONE,
@@ -24,6 +24,7 @@ from kvcourier.demo.client import (
 )
 from kvcourier.demo.run import MODE_HEADER, TRANSFER_ID_HEADER
 
+_BINDING_HEADER = "X-KV-Binding"
 _MAX_SHOWN = 300
 
 
@@ -51,8 +52,11 @@ def make_ask(url: str, way: Way, model: str, prompt: Sequence[int], num_tokens: 
         "return_token_ids": True,
     }
     headers = {"Content-Type": "application/json"}
-    if way in (Way.PULL, Way.PUSH):
-        headers[MODE_HEADER] = way.value
+    if way in ASKED:
+        mode, binding = ASKED[way]
+        headers[MODE_HEADER] = mode.value
+        if binding is not None:
+            headers[_BINDING_HEADER] = binding.value
     return Ask(f"{url}/v1/completions", headers, json.dumps(body).encode(), num_tokens)
 
 

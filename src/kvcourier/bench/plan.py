@@ -7,10 +7,11 @@ servers: whoever runs a plan does so as it says. Pure.
 import enum
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from kvcourier.config import Binding, TransferMode
 from kvcourier.errors import ConfigError
 
 FIRST_TOKEN_ID = 16
@@ -18,12 +19,26 @@ FIRST_TOKEN_ID = 16
 
 
 class Way(enum.StrEnum):
-    """How a request goes: by a router in a mode, as the server chooses, or to one instance."""
+    """How a request goes: by a router in a mode, as the server chooses, or to one instance.
+
+    Of the modes, early-pull and late-push are bound when the other one usually is.
+    """
 
     PULL = "pull"
     PUSH = "push"
+    EARLY_PULL = "early-pull"
+    LATE_PUSH = "late-push"
     SINGLE = "single"
     DEFAULT = "default"
+
+
+ASKED: Mapping[Way, tuple[TransferMode, Binding | None]] = {
+    Way.PULL: (TransferMode.PULL, None),
+    Way.PUSH: (TransferMode.PUSH, None),
+    Way.EARLY_PULL: (TransferMode.PULL, Binding.EARLY),
+    Way.LATE_PUSH: (TransferMode.PUSH, Binding.LATE),
+}
+"""What a router is asked for; a binding only where it is not the mode's usual one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from kvcourier.bench.plan import Way
+from kvcourier.bench.plan import ASKED, Way
 from kvcourier.bench.samples import Answered, CacheCounts, Sample
 from kvcourier.bench.timeline import Entry, make_timeline
 from kvcourier.errors import ConfigError, KVCourierError
@@ -101,7 +101,7 @@ async def look(client: httpx.AsyncClient, url: str, way: Way, model: str | None 
     """
     table = await _router_table(client, url)
     if table is None:
-        if way in (Way.PULL, Way.PUSH):
+        if way in ASKED:
             raise ConfigError(
                 f"{url}: expected a kvcourier router for mode {way}, found a "
                 "server without /kvcourier/instances; name the router, or use mode single or "
@@ -159,7 +159,8 @@ def _check_offered(url: str, way: Way, table: Mapping[str, Sequence[Mapping[str,
     for side, instances in table.items():
         modes = [each.get("modes") for each in instances]
         # An engine that is not ours does not tell its modes; the router decides.
-        if all(offered is not None and way not in offered for offered in modes):
+        mode = ASKED[way][0]
+        if all(offered is not None and mode not in offered for offered in modes):
             offered = sorted({str(mode) for each in modes for mode in each or ()})
             raise ConfigError(
                 f"{url}: mode {way} is not offered by any {side} instance; they "

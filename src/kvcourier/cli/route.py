@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvcourier.cli.config_file import ConfigFile
-from kvcourier.config import TransferMode
+from kvcourier.config import Binding, TransferMode
 from kvcourier.router.config import (
     DEFAULT_ROUTER_PORT,
     RouterConfig,
@@ -34,6 +34,13 @@ def route(
         TransferMode,
         typer.Option(help="How KV moves where a request has no X-KV-Mode header."),
     ] = TransferMode.PULL,
+    binding: Annotated[
+        Binding | None,
+        typer.Option(
+            help="When the decode instance is asked where a request has no X-KV-Binding header: at "
+            "once with the prefill instance, or after it. Default: late for pull, early for push."
+        ),
+    ] = None,
     policy: Annotated[
         str, typer.Option(help=f"Who serves the next request: {', '.join(POLICIES)}.")
     ] = "round_robin",
@@ -83,6 +90,7 @@ def route(
         prefill=tuple(parse_instance_spec(text) for text in prefill),
         decode=tuple(parse_instance_spec(text) for text in decode),
         mode=mode,
+        binding=binding,
         policy=policy,
         retries=retries,
         timeouts=Timeouts(

@@ -14,7 +14,6 @@ from kvcourier.core.messages import (
     RenewItem,
     hold_name,
 )
-from kvcourier.core.params import PullIntent
 from kvcourier.core.wants import Link, Want
 from kvcourier.core.workspace import Workspace
 from kvcourier.ids import InstanceAddress
@@ -38,7 +37,7 @@ class Asks:
                 want.address,
                 Register(
                     sender=self._space.sender,
-                    name=_name(want),
+                    name=_name(want, link),
                     request_id=want.request_id,
                     decode_host=self._own_address.host,
                     decode_port=self._own_address.port,
@@ -48,6 +47,7 @@ class Asks:
                     first_token=want.span.start,
                     num_tokens=len(want.span),
                     consumers=_pairs(link),
+                    reads=want.reads,
                 ),
             )
         )
@@ -62,21 +62,21 @@ class Asks:
         self, want: Want, link: Link, route: Route, operation_id: OperationId = NOT_POSTED
     ) -> PostRead:
         """The READ of one route; without an operation's id only to be looked at."""
-        assert isinstance(want.intent, PullIntent)
+        assert link.offer is not None, "it is not known what is held"
         return PostRead(
             operation_id=operation_id,
             peer=link.peer,
             address=want.address,
             route=route,
             own_block_ids=want.block_ids,
-            peer_block_ids=want.intent.block_ids,
-            num_held=want.intent.num_tokens or want.span.stop,
+            peer_block_ids=link.offer.block_ids,
+            num_held=link.offer.num_tokens or want.span.stop,
             span=want.span,
         )
 
-    def renewal(self, want: Want) -> RenewItem:
+    def renewal(self, want: Want, link: Link) -> RenewItem:
         """Keep the hold alive."""
-        return RenewItem(_name(want), want.request_id)
+        return RenewItem(_name(want, link), want.request_id)
 
     def cancel(self, want: Want, link: Link) -> None:
         """Write no more, and say when nothing is in flight.
@@ -84,7 +84,7 @@ class Asks:
         Over the side channel, which outlives a broken data path; and over the data path, where a
         peer that is dead is known at once.
         """
-        message = Cancel(self._space.sender, _name(want), want.request_id, _pairs(link))
+        message = Cancel(self._space.sender, _name(want, link), want.request_id, _pairs(link))
         self._space.send(link.peer, message)
         self._space.emit(SendNotification(link.peer, want.address, message))
 
@@ -92,17 +92,17 @@ class Asks:
         """We need nothing more: the KV was READ, or was not needed."""
         self._space.send(
             link.peer,
-            Collected(self._space.sender, _name(want), want.request_id, read, _pairs(link)),
+            Collected(self._space.sender, _name(want, link), want.request_id, read, _pairs(link)),
         )
 
 
-def _name(want: Want) -> HoldName:
+def _name(want: Want, link: Link) -> HoldName:
     intent = want.intent
     return hold_name(
         transfer_id=intent.transfer_id,
         part=intent.part,
         request_id=intent.holder_request_id,
-        hold_id=intent.hold_id if isinstance(intent, PullIntent) else None,
+        hold_id=link.offer.hold_id if link.offer is not None else None,
     )
 
 

@@ -1,23 +1,25 @@
-"""Writing a prompt, while it is computed and after, to the ranks that registered for it (push).
+"""Serving the ranks that registered for a prompt: writing it to them, while it is computed and
+after, or telling them what they may READ.
 
 Decides, for one delivery at a time, when to acknowledge, post, fail and fence, and what the
 wanter is told. Refuses to know how holds are found and when they end; `holder` does that.
 """
 
 from kvcourier.core.commands import PostWrite, SendNotification
-from kvcourier.core.events import BlockGroups
+from kvcourier.core.events import groups_of
 from kvcourier.core.holds import Delivery, Registration
 from kvcourier.core.lifecycle import DeliveryEvent, DeliveryState, HoldState
-from kvcourier.core.messages import Computed, Fail, Fenced, Landed, Registered
+from kvcourier.core.messages import Computed, Fail, Fenced, Held, Landed, Registered
 from kvcourier.core.outgoing import Outgoing, Tile
 from kvcourier.core.peers import Peer, PeerState
 from kvcourier.core.workspace import Counted, TimerKind, Workspace
-from kvcourier.ids import BlockId, Rank, RequestId
+from kvcourier.ids import Rank, RequestId
 from kvcourier.layout.geometry import TokenSpan
 from kvcourier.layout.routes import Route
 
 _ALIVE = frozenset({DeliveryState.REGISTERED, DeliveryState.WRITING})
-_ENDABLE = _ALIVE | {DeliveryState.FAILED}
+_UNSERVED = _ALIVE | {DeliveryState.OFFERED}
+_ENDABLE = _UNSERVED | {DeliveryState.FAILED}
 _MAX_TILES_IN_FLIGHT = 2
 """With as many, what becomes ready is gathered into the next tile: each post costs time."""
 _LEAST_SHARE = 1 / 8
@@ -53,6 +55,11 @@ class Deliveries:
         problem = self._problem(delivery, peer)
         if problem:
             self.fail(delivery, problem)
+        elif delivery.registration.message.reads:
+            if delivery.hold.state is HoldState.HELD:
+                delivery.advance(DeliveryEvent.OFFERED)
+                self._note(delivery, "offered", to=str(delivery.registration.peer))
+                self.offer(delivery)
         elif not delivery.draining:
             self._post_ready(delivery, peer)
 
@@ -116,7 +123,10 @@ class Deliveries:
 
     def end_with_hold(self, delivery: Delivery, reason: str) -> None:
         """Its hold ends: tell the wanter, unless it has everything or knows already."""
-        if delivery.state not in _ALIVE:
+        if delivery.state not in _UNSERVED:
+            return
+        if delivery.registration.peer.rank in delivery.hold.served:
+            self.end(delivery)
             return
         quiet = self._space.flights.quiet(delivery.owner)
         delivery.reason = delivery.reason or reason
@@ -127,14 +137,32 @@ class Deliveries:
         """The same registration again: its answer was lost, or is still to come."""
         if delivery.state is DeliveryState.FAILED:
             self.refuse(delivery.registration, delivery.reason)
+        elif delivery.state is DeliveryState.OFFERED:
+            self.offer(delivery)
         elif delivery.acknowledged:
             self.acknowledge(delivery.registration)
 
     def acknowledge(self, registration: Registration) -> None:
-        """A write or a refusal will follow."""
+        """A write, an offer or a refusal will follow."""
         message = registration.message
         self._space.send(
             registration.peer, Registered(self._space.sender, message.request_id, message.epoch)
+        )
+
+    def offer(self, delivery: Delivery) -> None:
+        """Say what is held, to a rank that wants to READ it."""
+        hold, message = delivery.hold, delivery.registration.message
+        self._space.send(
+            delivery.registration.peer,
+            Held(
+                self._space.sender,
+                message.request_id,
+                hold.hold_id,
+                [list(group) for group in hold.block_ids],
+                hold.num_tokens,
+                message.epoch,
+                hold.continuation,
+            ),
         )
 
     def refuse(self, registration: Registration, reason: str) -> None:
@@ -226,7 +254,7 @@ class Deliveries:
                 route=route,
                 own_block_ids=delivery.hold.block_ids,
                 num_held=delivery.hold.num_tokens,
-                peer_block_ids=_groups(message.local_block_ids),
+                peer_block_ids=groups_of(message.local_block_ids),
                 span=wanted,
                 notice=notice,
             )
@@ -272,7 +300,3 @@ class Deliveries:
 
     def _note(self, delivery: Delivery, what: str, **details: object) -> None:
         self._space.note(RequestId(delivery.hold.request_id), what, **details)
-
-
-def _groups(block_ids: list[list[int]]) -> BlockGroups:
-    return tuple(tuple(BlockId(block) for block in group) for group in block_ids)

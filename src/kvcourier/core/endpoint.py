@@ -48,6 +48,7 @@ from kvcourier.core.messages import (
     CoreMessage,
     Fail,
     Fenced,
+    Held,
     Landed,
     Register,
     Registered,
@@ -254,6 +255,8 @@ class Endpoint:
                 self._wanter.on_landed(message)
             case Computed():
                 self._wanter.on_computed(message)
+            case Held():
+                self._wanter.on_held(message)
             case Fail():
                 self._wanter.on_fail(message)
             case Fenced():

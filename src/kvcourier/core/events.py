@@ -4,7 +4,7 @@ Decides the closed list. Each is a fact in the past tense. Refuses to know what 
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
@@ -35,6 +35,11 @@ BlockGroups = tuple[tuple[BlockId, ...], ...]
 Where a group has a sliding window, its list begins with the block of the first position needed
 (`TokenSpan.needed`); other lists begin with the first position of their span.
 """
+
+
+def groups_of(block_ids: Sequence[Sequence[int]]) -> BlockGroups:
+    """Block ids as they come from a message."""
+    return tuple(tuple(BlockId(block) for block in group) for group in block_ids)
 
 
 # From the engine.

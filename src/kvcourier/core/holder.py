@@ -214,12 +214,15 @@ class Holder:
     def on_collected(self, message: Collected) -> None:
         """A wanter's rank has read the KV, or does not need it."""
         peer = message.sender.peer()
-        self._drop_waiting((peer, RequestId(message.request_id)))
+        key = (peer, RequestId(message.request_id))
+        self._drop_waiting(key)
+        if key in self._by_delivery:
+            self._deliveries.end(self._by_delivery[key])
         hold = self._find(message.name, peer, RequestId(message.request_id))
         if hold is not None:
             self._serve(hold, message, how(message))
         elif not self._ended.served(message.name, peer, RequestId(message.request_id)):
-            self._partings.wait((peer, RequestId(message.request_id)), message)
+            self._partings.wait(key, message)
 
     def on_renew(self, message: Renew) -> None:
         """A heartbeat: extend the leases it names and say which of them still stand."""
@@ -241,6 +244,9 @@ class Holder:
                 if not self._has_waited_too_long(hold):
                     self._leases.renew(hold.request_id, self._space.now, self._lease_s)
                     known.append(item.request_id)
+                offered = delivery is not None and delivery.state is DeliveryState.OFFERED
+                if delivery is not None and offered and item.name.hold_id is None:
+                    self._deliveries.offer(delivery)
             elif (peer, request_id) in self._waiting or self._has_yet_to_begin(item.name):
                 known.append(item.request_id)
             elif self._ended.served(item.name, peer, request_id):
@@ -414,9 +420,8 @@ class Holder:
             self._space.leave_peer(registration.address, registration.request_id)
 
     def _use_peer(self, registration: Registration) -> Peer | None:
-        return self._space.use_peer(
-            registration.address, registration.request_id, TransferMode.PUSH
-        )
+        mode = TransferMode.PULL if registration.message.reads else TransferMode.PUSH
+        return self._space.use_peer(registration.address, registration.request_id, mode)
 
     def _deliveries_to(self, address: InstanceAddress) -> list[Delivery]:
         return [each for each in self._by_delivery.values() if each.registration.address == address]

@@ -34,9 +34,10 @@ class HoldEvent(enum.StrEnum):
 
 
 class DeliveryState(enum.StrEnum):
-    """One holder rank writing to one wanter rank (push)."""
+    """One holder rank writing to one wanter rank (push), or telling it what to READ."""
 
     REGISTERED = "registered"
+    OFFERED = "offered"
     WRITING = "writing"
     WRITTEN = "written"
     FAILED = "failed"
@@ -47,6 +48,7 @@ class DeliveryState(enum.StrEnum):
 class DeliveryEvent(enum.StrEnum):
     """What moves a delivery on."""
 
+    OFFERED = "offered"
     POSTED = "posted"
     COMPLETED = "completed"
     FAILED = "failed"
@@ -101,10 +103,12 @@ HOLD: Mapping[HoldState, Mapping[HoldEvent, HoldState]] = {
 
 DELIVERY: Mapping[DeliveryState, Mapping[DeliveryEvent, DeliveryState]] = {
     DeliveryState.REGISTERED: {
+        DeliveryEvent.OFFERED: DeliveryState.OFFERED,
         DeliveryEvent.POSTED: DeliveryState.WRITING,
         DeliveryEvent.FAILED: DeliveryState.FAILED,
         DeliveryEvent.ENDED: DeliveryState.CANCELLED,
     },
+    DeliveryState.OFFERED: {DeliveryEvent.ENDED: DeliveryState.CANCELLED},
     DeliveryState.WRITING: {
         DeliveryEvent.COMPLETED: DeliveryState.WRITTEN,
         DeliveryEvent.FAILED: DeliveryState.FAILED,
@@ -128,12 +132,14 @@ WANT: Mapping[WantState, Mapping[WantEvent, WantState]] = {
     },
     WantState.REGISTERING: {
         WantEvent.ACKNOWLEDGED: WantState.REGISTERED,
+        WantEvent.READ_POSTED: WantState.READING,
         WantEvent.LANDED: WantState.RELEASED,
         WantEvent.PEER_REPLACED: WantState.CONNECTING,
         WantEvent.ENDED_QUIET: WantState.RELEASED,
         WantEvent.ENDED_IN_FLIGHT: WantState.QUARANTINED,
     },
     WantState.REGISTERED: {
+        WantEvent.READ_POSTED: WantState.READING,
         WantEvent.LANDED: WantState.RELEASED,
         WantEvent.ENDED_QUIET: WantState.RELEASED,
         WantEvent.ENDED_IN_FLIGHT: WantState.QUARANTINED,
@@ -158,6 +164,7 @@ EXITS_BY_TIME: Mapping[enum.StrEnum, str] = {
     HoldState.HELD: "kv_lease_duration",
     HoldState.QUARANTINED: "quarantine_limit_s",
     DeliveryState.REGISTERED: "kv_lease_duration",
+    DeliveryState.OFFERED: "kv_lease_duration",
     DeliveryState.WRITING: "transfer_timeout_s",
     DeliveryState.QUARANTINED: "quarantine_limit_s",
     WantState.QUEUED: BY_ENGINE,
@@ -207,7 +214,7 @@ def diagrams() -> str:
     parts = []
     for title, text in (
         ("Hold (P, one per prompt)", diagram(HOLD)),
-        ("Delivery (P, push: one per prompt and D rank)", diagram(DELIVERY)),
+        ("Delivery (P, one per prompt and registered D rank)", diagram(DELIVERY)),
         ("Want (D, one per request)", diagram(WANT)),
     ):
         parts.append(f"### {title}\n\n```mermaid\n{text}\n```\n")

@@ -28,8 +28,8 @@ from kvcourier.layout.geometry import TokenSpan
 PROTOCOL_VERSION = 3
 """1: first version. 2: offers have cache groups and staging memory, lists of block ids begin with
 the window, packed streams, a `Landed` with a newer epoch voids older ones. 3: a `Landed` may carry
-a continuation; beats, nudges; `Computed`, so that no tile
-waits for the end of prefill."""
+a continuation; beats, nudges; `Computed`, so that no tile waits for the end of prefill; a wanter
+that registers may rather be told by `Held` what to READ."""
 
 REGISTRATION_PREFIX = b"PUSH_REG:"
 """Starts a registration's notification, as in vLLM, so that a foreign one is recognised."""
@@ -81,7 +81,8 @@ class Register(Message, frozen=True, tag="register"):
     `local_block_ids` cover positions from `first_token` on, one list per cache group; that of a
     group with a sliding window begins with the block of the first position needed.
     `consumers` are all ranks of the wanter that take something from the addressed holder rank;
-    the holder is done with the hold when all of them are served.
+    the holder is done with the hold when all of them are served. `reads`: write nothing, but say by
+    `Held` when there is something to READ.
     """
 
     sender: SenderFields
@@ -96,10 +97,11 @@ class Register(Message, frozen=True, tag="register"):
     num_tokens: Index
     consumers: list[RankPair]
     epoch: Index = 0
+    reads: bool = False
 
 
 class Registered(Message, frozen=True, tag="registered"):
-    """Holder to wanter: your registration is here; a write or a `Fail` will follow."""
+    """Holder to wanter: your registration is here; a write, a `Held` or a `Fail` will follow."""
 
     sender: SenderFields
     request_id: Text
@@ -138,6 +140,23 @@ class Computed(Message, frozen=True, tag="computed"):
 
     sender: SenderFields
     request_id: Text
+    epoch: Index = 0
+    continuation: Text | None = None
+
+
+class Held(Message, frozen=True, tag="held"):
+    """Holder to wanter: the prompt is finished and lies in these blocks, under a lease; READ it.
+
+    `request_id` is the wanter's. `block_ids` are the holder's, one list per cache group, of
+    positions from 0 or from the group's window on. A `Renew` that names `hold_id` asks for this
+    very hold; one that names none has it sent again. `continuation` as in `Landed`.
+    """
+
+    sender: SenderFields
+    request_id: Text
+    hold_id: Text
+    block_ids: list[list[Index]]
+    num_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
     epoch: Index = 0
     continuation: Text | None = None
 
@@ -300,6 +319,7 @@ CoreMessage = (
     | Registered
     | Landed
     | Computed
+    | Held
     | Fail
     | Cancel
     | Fenced
@@ -368,6 +388,7 @@ def _check_lengths(message: AnyMessage, limits: Limits) -> None:
     bounds: tuple[tuple[str, int], ...] = (
         ("consumers", limits.max_ranks),
         ("local_block_ids", limits.max_groups),
+        ("block_ids", limits.max_groups),
         ("layers", limits.max_layers),
         ("items", limits.max_waiting_registrations),
         ("known", limits.max_waiting_registrations),
@@ -382,9 +403,9 @@ def _check_lengths(message: AnyMessage, limits: Limits) -> None:
             raise RemoteProtocolError(f"{field}: at most {limit} entries, found {len(value)}")
     if isinstance(message, OpenStream):
         _check_lengths(message.landed, limits)
-    if isinstance(message, Register):
-        for group in message.local_block_ids:
+    for field in ("local_block_ids", "block_ids"):
+        for group in getattr(message, field, ()):
             if len(group) > limits.max_block_ids:
                 raise RemoteProtocolError(
-                    f"local_block_ids: at most {limits.max_block_ids} ids, found {len(group)}"
+                    f"{field}: at most {limits.max_block_ids} ids, found {len(group)}"
                 )

@@ -68,12 +68,16 @@ class PullIntent:
 
 @dataclass(frozen=True, slots=True)
 class PushIntent:
-    """Let a holder WRITE this prompt's KV to us (`do_remote_prefill`, no block ids)."""
+    """Register with a holder that may be computing still (`do_remote_prefill`, no block ids).
+
+    It WRITEs this prompt's KV to us or, where `reads`, says when and what we may READ.
+    """
 
     holder: HolderAddress
     holder_request_id: RequestId | None
     transfer_id: TransferId | None
     part: int = 0
+    reads: bool = False
 
 
 WantIntent = PullIntent | PushIntent
@@ -132,6 +136,7 @@ def parse_params(params: object, limits: Limits) -> Intent | None:
             RequestId(request_id) if request_id is not None else None,
             _as_transfer_id(transfer_id),
             part,
+            fields.mode("transfer_mode") is TransferMode.PULL,
         )
     hold_id = fields.optional_text("remote_hold_id")
     incarnation = fields.optional_text("remote_incarnation")
@@ -220,6 +225,15 @@ class _Fields:
 
     def optional_text(self, name: str) -> str | None:
         return None if self._params.get(name) is None else self.text(name)
+
+    def mode(self, name: str) -> TransferMode | None:
+        value = self.optional_text(name)
+        if value is None:
+            return None
+        try:
+            return TransferMode(value)
+        except ValueError:
+            raise ParamsError(name, " or ".join(TransferMode), value) from None
 
     def number(self, name: str, low: int, high: int, default: int | None = None) -> int:
         value = self._params.get(name)

@@ -15,12 +15,13 @@ from kvcourier.config import TransferMode
 from kvcourier.core.asks import Asks
 from kvcourier.core.commands import Abandon, PostRead
 from kvcourier.core.coverage import Coverage
-from kvcourier.core.events import BlocksReserved, WantBegun
+from kvcourier.core.events import BlocksReserved, WantBegun, groups_of
 from kvcourier.core.lifecycle import WantEvent, WantState
 from kvcourier.core.messages import (
     Computed,
     Fail,
     Fenced,
+    Held,
     Landed,
     Registered,
     RenewItem,
@@ -29,20 +30,21 @@ from kvcourier.core.messages import (
 from kvcourier.core.outcomes import Outcome, Side
 from kvcourier.core.params import PullIntent
 from kvcourier.core.peers import Peer, PeerState
-from kvcourier.core.wants import Link, Want, WriteTarget
+from kvcourier.core.wants import Link, Offer, Want, WriteTarget
 from kvcourier.core.workspace import Counted, Owner, TimerKind, Workspace
 from kvcourier.errors import LocalProtocolError
-from kvcourier.ids import InstanceAddress, PeerRank, RequestId
+from kvcourier.ids import HoldId, InstanceAddress, PeerRank, RequestId
 
 _MAX_CONNECTS = 2
-_AWAITING_WRITE = frozenset({WantState.REGISTERING, WantState.REGISTERED})
-_AWAITING_PEER = _AWAITING_WRITE | {WantState.READING, WantState.PROVING}
+_AWAITING_PEER = frozenset(
+    {WantState.REGISTERING, WantState.REGISTERED, WantState.READING, WantState.PROVING}
+)
 _BEFORE_BLOCKS = frozenset({WantState.QUEUED, WantState.PARTING})
 _NOT_RENEWED = frozenset({WantState.PARTING, WantState.QUARANTINED})
 _TIMEOUT_REASONS = {
     WantState.CONNECTING: "the prefill instance did not answer the handshake in time",
     WantState.REGISTERING: "the prefill instance did not acknowledge the registration in time",
-    WantState.REGISTERED: "the prefill instance did not write in time",
+    WantState.REGISTERED: "the prefill instance did not deliver in time",
     WantState.READING: "the READ did not end in time",
     WantState.PROVING: "the prefill instance did not confirm in time that it still held the KV",
 }
@@ -88,7 +90,7 @@ class Wanter:
         self._wants[event.request_id] = want
         if event.intent.transfer_id is not None:
             self._space.stories.alias(event.intent.transfer_id, event.request_id)
-        self._space.note(event.request_id, "want_begun", mode="pull" if want.pulls else "push")
+        self._space.note(event.request_id, "want_begun", mode=want.mode.value)
         self._connect(want)
 
     def reserve(self, event: BlocksReserved) -> None:
@@ -142,7 +144,7 @@ class Wanter:
     def on_landed(self, message: Landed) -> None:
         """A tile was written. Anything but an expected tile of a live want is stale."""
         want, link = self._match(message.sender.peer(), message.request_id)
-        if want is None or link is None or want.state not in _AWAITING_WRITE:
+        if want is None or link is None or want.reads or not want.registered:
             self._space.counts[Counted.STALE_REFUSED] += 1
             return
         span = span_of(message)
@@ -158,7 +160,7 @@ class Wanter:
     def on_computed(self, message: Computed) -> None:
         """A source rank has finished prefill and posted everything before."""
         want, link = self._match(message.sender.peer(), message.request_id)
-        if want is None or link is None or want.state not in _AWAITING_WRITE:
+        if want is None or link is None or want.reads or not want.registered:
             self._space.counts[Counted.STALE_REFUSED] += 1
             return
         if not _is_current(want, link, message.epoch):
@@ -172,7 +174,7 @@ class Wanter:
         """A source rank has written all of it, so prefill has finished: a lost notice matters no
         more."""
         want, link = self._match(peer, request_id)
-        if want is None or link is None or want.state not in _AWAITING_WRITE:
+        if want is None or link is None or want.reads or not want.registered:
             return
         if link.routes and link.covered:
             self._on_computed(want, link, None)
@@ -194,7 +196,7 @@ class Wanter:
         As a tile that has landed does, one of a newer epoch voids the older ones.
         """
         want, link = self._match(message.sender.peer(), message.request_id)
-        if want is None or link is None or want.state not in _AWAITING_WRITE:
+        if want is None or link is None or want.reads or not want.registered:
             return None
         span = span_of(message)
         coverage = _expected(want, link, message)
@@ -202,6 +204,25 @@ class Wanter:
             return None
         route = link.routes[message.route]
         return WriteTarget(want.request_id, route, want.block_ids, want.span, span)
+
+    def on_held(self, message: Held) -> None:
+        """A source rank has finished and tells what we may READ; we do when all have."""
+        want, link = self._match(message.sender.peer(), message.request_id)
+        if want is None or link is None or not (want.reads and want.registered) or link.offer:
+            self._ignore()
+            return
+        link.acknowledged = True
+        link.offer = Offer(
+            HoldId(message.hold_id), groups_of(message.block_ids), message.num_tokens
+        )
+        want.continuation = message.continuation or want.continuation
+        self._space.note(want.request_id, "offered", by=str(link.peer))
+        problem = _unusable(want, link, link.offer)
+        if problem:
+            self._end(want, Outcome.RECEIVE_FAILED, problem)
+        elif all(source.offer for source in want.sources):
+            self._space.cancel_timer(TimerKind.RESEND, want.request_id)
+            self._read(want)
 
     def on_fail(self, message: Fail) -> None:
         """A source rank will not write."""
@@ -211,7 +232,7 @@ class Wanter:
             return
         if message.quiet:
             link.may_write = False
-        if want.state in _AWAITING_WRITE:
+        if want.registered:
             self._end(want, Outcome.RECEIVE_FAILED, message.reason)
         else:
             self._release_if_quiet(want)
@@ -343,14 +364,14 @@ class Wanter:
         for want in wants:
             if want.state not in _NOT_RENEWED:
                 for link in want.links.values():
-                    items.setdefault(link.peer, []).append(self._asks.renewal(want))
+                    items.setdefault(link.peer, []).append(self._asks.renewal(want, link))
         return items
 
     # Steps.
 
     def _connect(self, want: Want) -> None:
         want.num_connects += 1
-        peer = self._space.use_peer(want.address, want.request_id, _mode(want))
+        peer = self._space.use_peer(want.address, want.request_id, want.mode)
         if peer is not None and peer.state is PeerState.CONNECTED:
             self._on_connected(want, peer)
 
@@ -362,7 +383,7 @@ class Wanter:
         peer = self._space.peers.get(want.address)
         if peer is None:
             # The early connection had failed or was given up: one more try, now that it matters.
-            peer = self._space.use_peer(want.address, want.request_id, _mode(want))
+            peer = self._space.use_peer(want.address, want.request_id, want.mode)
             if peer is None:
                 self._end(want, Outcome.RECEIVE_FAILED, "too many peers")
         elif peer.state is PeerState.CONNECTED:
@@ -371,7 +392,7 @@ class Wanter:
     def _on_connected(self, want: Want, peer: Peer) -> None:
         if not want.links:
             want.links = {
-                rank: Link(peer.rank(rank), peer.routes_to_us.get(rank, ()), consumers)
+                rank: Link(peer.rank(rank), peer.routes_to_us.get(rank, ()), consumers, want.offer)
                 for rank, consumers in peer.consumers.items()
                 if self._space.me.rank in consumers
             }
@@ -384,21 +405,21 @@ class Wanter:
                 # Either the reference is older than the connection, or the connection than the
                 # reference: ask who lives there now.
                 want.rechecked = True
-                self._space.shake_again(want.address, _mode(want))
+                self._space.shake_again(want.address, want.mode)
                 return
             problem = _mismatch(want, peer)
             if problem:
                 self._end(want, Outcome.RECEIVE_FAILED, problem)
             else:
                 want.written_to = self._should_be_written_to(want, peer)
-                if want.reads:
+                if want.reads and want.offer is not None:
                     self._read(want)
                 else:
                     self._register(want)
 
     def _should_be_written_to(self, want: Want, peer: Peer) -> bool:
         """Whether a pull goes faster if the holder writes: then it can pack scattered blocks."""
-        if not want.pulls or TransferMode.PUSH not in peer.modes:
+        if want.offer is None or TransferMode.PUSH not in peer.modes:
             return False
         return any(
             self._prefers_write(self._asks.read_command(want, link, route))
@@ -413,7 +434,7 @@ class Wanter:
         )
         for link in want.sources:
             link.expect(want.span)
-            link.may_write = True
+            link.may_write = not want.reads
             self._asks.register(want, link)
         self._space.set_timer(TimerKind.RESEND, want.request_id, self._space.timing.resend_s)
         self._space.watch(want.address)
@@ -469,7 +490,7 @@ class Wanter:
         """The KV will not come, or is not wanted; None where the engine needs no outcome."""
         if outcome is not None:
             self._space.tell(Side.WANT, want.request_id, outcome, reason)
-        if not want.reads:
+        if want.registered or not want.reads:
             for link in want.sources:
                 self._asks.cancel(want, link)
         self._let_go(want, read=False)
@@ -537,7 +558,8 @@ class Wanter:
     def _let_go(self, want: Want, *, read: bool) -> None:
         """Free the holder ranks that do not know by themselves that we need nothing more."""
         for link in want.links.values():
-            if want.reads or not link.routes or want.state is WantState.PARTING:
+            reads = want.reads and not want.registered
+            if reads or not link.routes or want.state is WantState.PARTING:
                 self._asks.let_go(want, link, read=read)
 
     def _match(self, peer: PeerRank, request_id: str) -> tuple[Want | None, Link | None]:
@@ -569,10 +591,6 @@ def _is_current(want: Want, link: Link, epoch: int) -> bool:
     return epoch == link.epoch
 
 
-def _mode(want: Want) -> TransferMode:
-    return TransferMode.PULL if want.pulls else TransferMode.PUSH
-
-
 def _is_outdated(want: Want, peer: Peer) -> bool:
     """Whether the request names another life of the peer than the connected one."""
     expected = getattr(want.intent, "incarnation", None)
@@ -581,15 +599,20 @@ def _is_outdated(want: Want, peer: Peer) -> bool:
 
 def _mismatch(want: Want, peer: Peer) -> str:
     """Why this connected peer cannot serve this request, or nothing."""
-    if _mode(want) not in peer.modes:
-        return f"mode: {_mode(want)} asked for, {', '.join(sorted(peer.modes))} there"
+    if want.mode not in peer.modes:
+        return f"mode: {want.mode} asked for, {', '.join(sorted(peer.modes))} there"
     if _is_outdated(want, peer):
         return "the prefill instance was restarted since; its KV is gone"
-    if peer.why_not_to_us or not isinstance(want.intent, PullIntent):
+    if peer.why_not_to_us or want.offer is None:
         return peer.why_not_to_us
-    num_held = want.intent.num_tokens
-    if num_held is None and any(route.window for link in want.sources for route in link.routes):
+    problems = (_unusable(want, link, want.offer) for link in want.sources)
+    return next(filter(None, problems), "")
+
+
+def _unusable(want: Want, link: Link, offer: Offer) -> str:
+    """Why what a source rank offers cannot be READ, or nothing."""
+    if offer.num_tokens is None and any(route.window for route in link.routes):
         return "remote_num_tokens: needed to know where a window's blocks begin, found none"
-    if num_held is not None and want.span.stop > num_held:
-        return f"{want.span.stop} tokens are wanted, {num_held} were computed"
+    if offer.num_tokens is not None and want.span.stop > offer.num_tokens:
+        return f"{want.span.stop} tokens are wanted, {offer.num_tokens} were computed"
     return ""

@@ -7,16 +7,29 @@ proven. Refuses to know messages and when anything is sent.
 import math
 from dataclasses import dataclass, field
 
+from kvcourier.config import TransferMode
 from kvcourier.core.coverage import Coverage
 from kvcourier.core.events import BlockGroups
 from kvcourier.core.lifecycle import WANT, WantEvent, WantState, step
 from kvcourier.core.params import PullIntent, WantIntent
 from kvcourier.core.workspace import Owner
-from kvcourier.ids import InstanceAddress, PeerRank, Rank, RequestId
+from kvcourier.ids import HoldId, InstanceAddress, PeerRank, Rank, RequestId
 from kvcourier.layout.geometry import TokenSpan
 from kvcourier.layout.routes import Route
 
 _NOTHING = TokenSpan(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a holder keeps for us to READ.
+
+    `num_tokens` is None where it has not said; then it is at least what we want.
+    """
+
+    hold_id: HoldId | None
+    block_ids: BlockGroups
+    num_tokens: int | None
 
 
 @dataclass(slots=True)
@@ -27,6 +40,7 @@ class Link:
         peer: the source rank, in the life we matched.
         routes: what we take from it; none for a rank we only have to free.
         consumers: ranks of our instance that take from it.
+        offer: what it holds, once that is known: from the request's params, or told.
         coverage: what has landed, per route (push).
         computed: prefill has finished there, so that what has landed is final (push).
         epoch: how often the prompt was computed anew there, as its writes say.
@@ -39,6 +53,7 @@ class Link:
     peer: PeerRank
     routes: tuple[Route, ...]
     consumers: tuple[Rank, ...]
+    offer: Offer | None = None
     coverage: list[Coverage] = field(default_factory=list)
     computed: bool = False
     epoch: int = 0
@@ -106,15 +121,28 @@ class Want:
         return InstanceAddress(holder.engine_id, holder.host, holder.port)
 
     @property
-    def pulls(self) -> bool:
-        """Whether the holder has finished and told where its blocks are."""
-        return isinstance(self.intent, PullIntent)
+    def mode(self) -> TransferMode:
+        """Who is asked to move it."""
+        reads = isinstance(self.intent, PullIntent) or self.intent.reads
+        return TransferMode.PULL if reads else TransferMode.PUSH
+
+    @property
+    def offer(self) -> Offer | None:
+        """What is held for us, if the request came with it."""
+        intent = self.intent
+        if not isinstance(intent, PullIntent):
+            return None
+        return Offer(intent.hold_id, intent.block_ids, intent.num_tokens)
 
     @property
     def reads(self) -> bool:
-        """Whether we READ; else we register and are written to, in a pull as well if
-        `written_to`."""
-        return self.pulls and not self.written_to
+        """Whether we READ; else we are written to, in a pull as well if `written_to`."""
+        return self.mode is TransferMode.PULL and not self.written_to
+
+    @property
+    def registered(self) -> bool:
+        """Whether holders have, or get, our registration and have not served it."""
+        return self.state in (WantState.REGISTERING, WantState.REGISTERED)
 
     @property
     def sources(self) -> list[Link]:

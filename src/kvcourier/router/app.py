@@ -30,6 +30,7 @@ from kvcourier.router.exchange import Exchange
 from kvcourier.router.instances import Instance, Side
 from kvcourier.router.intake import (
     CallRefused,
+    binding_of,
     forwarded_headers,
     mode_of,
     parse_body,
@@ -133,7 +134,9 @@ class _Calls:
             return "none", CallOutcome.REFUSED
         mode = "none"
         try:
-            mode = mode_of(headers, self._services.config.mode)
+            config = self._services.config
+            mode = transfer_mode = mode_of(headers, config.mode)
+            binding = binding_of(headers, transfer_mode, config.binding)
             body = parse_body(await _read_body(Request(scope, receive), limits.max_body_bytes))
         except CallRefused as error:
             await send_error(send, 400, str(error), own, param=error.param)
@@ -148,7 +151,8 @@ class _Calls:
             path=scope["path"],
             body=body,
             headers=forwarded_headers(headers.items()),
-            mode=mode,
+            mode=transfer_mode,
+            binding=binding,
             request_id=RequestId(request_id),
             receive=receive,
             send=send,
@@ -214,6 +218,7 @@ class _Pages:
         return _json(
             {
                 "mode": config.mode,
+                "binding": config.binding,
                 "policy": config.policy,
                 **{
                     leg: [instance.describe() for instance in side.instances]

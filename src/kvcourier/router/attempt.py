@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.types import Receive, Send
 
-from kvcourier.config import TransferMode
+from kvcourier.config import Binding, TransferMode
 from kvcourier.ids import RequestId, TransferId
 from kvcourier.router.answers import EventStream, send_answer
 from kvcourier.router.config import RouterConfig
@@ -42,6 +42,7 @@ from kvcourier.router.events import (
     TimeUp,
 )
 from kvcourier.router.instances import Instance, Side
+from kvcourier.router.intake import BINDING_HEADER, MODE_HEADER
 from kvcourier.router.legs import Call, Leg, decode_leg, prefill_leg, read_handoff
 from kvcourier.router.metrics import RouterMetrics
 from kvcourier.router.upstream import Upstream
@@ -80,6 +81,7 @@ class ClientCall:
     body: Mapping[str, Any]
     headers: tuple[tuple[str, str], ...]
     mode: TransferMode
+    binding: Binding
     request_id: RequestId
     receive: Receive
     send: Send
@@ -107,6 +109,7 @@ class Attempt:
             prefill_dp_rank=prefill.spec.dp_rank,
             decode_dp_rank=decode.spec.dp_rank,
             modes_known=prefill.info is not None,
+            binding=call.binding,
         )
         self.headers = answer_headers(call, self._call.transfer_id, pair)
         self.failure: ReplyError | None = None
@@ -276,7 +279,11 @@ def answer_headers(
     call: ClientCall, transfer_id: TransferId | None, pair: Pair | None
 ) -> tuple[tuple[str, str], ...]:
     """What every answer tells of the call, and of its dispatch where there was one."""
-    headers = [("x-request-id", str(call.request_id)), ("x-kv-mode", str(call.mode))]
+    headers = [
+        ("x-request-id", str(call.request_id)),
+        (MODE_HEADER, str(call.mode)),
+        (BINDING_HEADER, str(call.binding)),
+    ]
     if transfer_id is not None:
         headers.append(("x-kv-transfer-id", transfer_id))
     if pair is not None:

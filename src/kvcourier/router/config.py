@@ -5,17 +5,21 @@ line. Refuses to know where a value came from.
 """
 
 import dataclasses
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 from urllib.parse import urlsplit
 
-from kvcourier.config import DEFAULT_SIDE_CHANNEL_PORT, TransferMode
+from kvcourier.config import DEFAULT_SIDE_CHANNEL_PORT, Binding, TransferMode
 from kvcourier.errors import ConfigError
 from kvcourier.ids import EngineId
 from kvcourier.router.policy import POLICIES
 
 DEFAULT_ROUTER_PORT = 8192
 MAX_PARALLEL_SIZE = 1024
+
+_Name = TypeVar("_Name", bound=enum.StrEnum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,8 @@ class RouterConfig:
         prefill: instances that compute prompts; at least one.
         decode: instances that generate; at least one.
         mode: how KV moves where the client's `X-KV-Mode` says nothing.
+        binding: when D is told where `X-KV-Binding` says nothing: early, at once with P, or late,
+            when P has answered; None leaves it to the mode.
         policy: a key of `policy.POLICIES`.
         retries: further dispatches after a connection to an instance failed and before the
             client got a byte. Each goes to another instance under a new transfer id.
@@ -129,6 +135,7 @@ class RouterConfig:
     prefill: tuple[InstanceSpec, ...]
     decode: tuple[InstanceSpec, ...]
     mode: TransferMode = TransferMode.PULL
+    binding: Binding | None = None
     policy: str = "round_robin"
     retries: int = 0
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -144,6 +151,8 @@ class RouterConfig:
                 raise ConfigError(f"{side}: expected each instance once, found {names}")
             object.__setattr__(self, side, specs)
         object.__setattr__(self, "mode", parse_mode(self.mode, "mode"))
+        if self.binding is not None:
+            object.__setattr__(self, "binding", parse_binding(self.binding, "binding"))
         if self.policy not in POLICIES:
             allowed = ", ".join(POLICIES)
             raise ConfigError(f"policy: expected one of {allowed}, found {self.policy!r}")
@@ -157,10 +166,19 @@ def parse_mode(text: str, what: str) -> TransferMode:
     Raises:
         ConfigError: there is no such mode.
     """
+    return _one_of(TransferMode, text, what)
+
+
+def parse_binding(text: str, what: str) -> Binding:
+    """The binding called `text`; likewise."""
+    return _one_of(Binding, text, what)
+
+
+def _one_of(names: type[_Name], text: str, what: str) -> _Name:
     try:
-        return TransferMode(text.strip().lower())
+        return names(text.strip().lower())
     except ValueError:
-        allowed = ", ".join(TransferMode)
+        allowed = ", ".join(names)
         raise ConfigError(f"{what}: expected one of {allowed}, found {text!r}") from None
 
 

@@ -4,17 +4,16 @@ Decides, for every event of the two legs and of the client, which legs start and
 client gets. Refuses to know HTTP clients, tasks and clocks: a driver posts events and performs
 actions in order (`attempt`).
 
-    pull: PREFILLING --P's handoff--> WAITING --D's first bytes--> STREAMING --> ENDED
-    push:                             WAITING --D's first bytes--> STREAMING --> ENDED
+    late:  PREFILLING --P's handoff--> WAITING --D's first bytes--> STREAMING --> ENDED
+    early:                             WAITING --D's first bytes--> STREAMING --> ENDED
 
-In push P runs beside D through WAITING and may still run in STREAMING. Whatever is not in the
-table changes nothing.
+A pull is bound late and a push early, unless the call says otherwise. Bound early, P runs beside D
+through WAITING and may still run in STREAMING. Whatever is not in the table changes nothing.
 """
 
 import enum
 from collections.abc import Callable, Mapping
 
-from kvcourier.config import TransferMode
 from kvcourier.router.events import (
     Action,
     Answer,
@@ -42,7 +41,14 @@ from kvcourier.router.events import (
     StreamEnding,
     TimeUp,
 )
-from kvcourier.router.legs import HANDOFF_KEYS, Call, Params, pull_params, push_params, read_handoff
+from kvcourier.router.legs import (
+    HANDOFF_KEYS,
+    Call,
+    Params,
+    early_params,
+    late_params,
+    read_handoff,
+)
 
 
 class Phase(enum.Enum):
@@ -59,19 +65,19 @@ class Dispatch:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self.phase = Phase.WAITING if call.mode is TransferMode.PUSH else Phase.PREFILLING
+        self.phase = Phase.WAITING if call.is_early else Phase.PREFILLING
 
     def start(self) -> list[Action]:
         """The first actions.
 
         Raises:
-            ValueError: push without coordinates.
+            ValueError: bound early without coordinates.
         """
-        if self._call.mode is TransferMode.PULL:
+        if not self._call.is_early:
             return [StartPrefill()]
         if self._call.coordinates is None:
-            raise ValueError("push needs the prefill instance's coordinates")
-        return [StartPrefill(), StartDecode(push_params(self._call, self._call.coordinates))]
+            raise ValueError("early binding needs the prefill instance's coordinates")
+        return [StartPrefill(), StartDecode(early_params(self._call, self._call.coordinates))]
 
     def handle(self, event: Event) -> list[Action]:
         """What to do about `event`; nothing if the dispatch has ended and it is no news."""
@@ -87,10 +93,10 @@ class Dispatch:
         handoff = read_handoff(event.answer.content)
         assert handoff is not None, "judge_prefill lets no answer without a handoff pass"
         self.phase = Phase.WAITING
-        return [StartDecode(pull_params(self._call, handoff))]
+        return [StartDecode(late_params(self._call, handoff))]
 
     def _check_prefill(self, event: PrefillAnswered) -> list[Action]:
-        if self._call.mode is TransferMode.PULL:
+        if not self._call.is_early:
             return []
         problem = judge_prefill(self._call, event.answer)
         return [] if problem is None else self._fail_prefill(event.answer, problem)
@@ -123,7 +129,7 @@ class Dispatch:
         self.phase = Phase.ENDED
         answer = event.answer
         if answer.ok:
-            # In push P may not have told yet that it is done; it is left to.
+            # Bound early, P may not have told yet that it is done; it is left to.
             return [Reply(answer), Finish(CallOutcome.OK)]
         problem = LegLost(LegName.DECODE, FailureKind.STATUS, f"answered {answer.status}")
         if answer.status < 400:
@@ -207,10 +213,10 @@ def judge_prefill(call: Call, answer: Answer) -> LegLost | None:
         return _prefill_problem(
             FailureKind.WRONG_MODE, f"takes part in {said} only; this call asks for {call.mode}"
         )
-    return _MODE_CHECKS[call.mode](call, handoff)
+    return _judge_early(call, handoff) if call.is_early else _judge_late(handoff)
 
 
-def _judge_pull(_call: Call, handoff: Params) -> LegLost | None:
+def _judge_late(handoff: Params) -> LegLost | None:
     missing = [key for key in HANDOFF_KEYS if handoff.get(key) is None]
     if not missing:
         return None
@@ -219,7 +225,7 @@ def _judge_pull(_call: Call, handoff: Params) -> LegLost | None:
     )
 
 
-def _judge_push(call: Call, handoff: Params) -> LegLost | None:
+def _judge_early(call: Call, handoff: Params) -> LegLost | None:
     """D was told where P is before P answered; both must mean the same place."""
     told = call.coordinates
     if told is None:
@@ -233,12 +239,6 @@ def _judge_push(call: Call, handoff: Params) -> LegLost | None:
                 "restarted just now, or its coordinates are configured wrongly",
             )
     return None
-
-
-_MODE_CHECKS: Mapping[TransferMode, Callable[[Call, Params], LegLost | None]] = {
-    TransferMode.PULL: _judge_pull,
-    TransferMode.PUSH: _judge_push,
-}
 
 
 def _prefill_problem(kind: FailureKind, reason: str) -> LegLost:

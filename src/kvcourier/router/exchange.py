@@ -9,7 +9,7 @@ import logging
 
 from starlette.types import Receive
 
-from kvcourier.config import TransferMode
+from kvcourier.config import Binding
 from kvcourier.router.answers import send_error
 from kvcourier.router.attempt import Attempt, ClientCall, Pair, Services, answer_headers
 from kvcourier.router.events import (
@@ -81,15 +81,15 @@ class Exchange:
                 raise _NoInstance(f"No {leg} instance takes part in {mode}.")
             pair[leg] = instance
         prefill = pair[LegName.PREFILL]
-        if mode is TransferMode.PUSH and prefill.coordinates is None:
+        if self._call.binding is Binding.EARLY and prefill.coordinates is None:
             await prefill.learn()
             if not prefill.takes_part_in(mode):
                 raise _NoInstance(f"The prefill instance {prefill.name} takes no part in {mode}.")
             if prefill.coordinates is None:
                 raise _NoInstance(
-                    f"Push needs to know where the prefill instance {prefill.name} keeps its KV "
-                    f"cache, but it {prefill.problem}. For vLLM, give engine_id, kv_host and "
-                    "kv_port with its address."
+                    "Early binding, as push has it, needs to know where the prefill instance "
+                    f"{prefill.name} keeps its KV cache, but it {prefill.problem}. For vLLM, give "
+                    "engine_id, kv_host and kv_port with its address."
                 )
         return pair
 

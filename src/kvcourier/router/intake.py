@@ -9,12 +9,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvcourier.config import TransferMode
+from kvcourier.config import USUAL_BINDING, Binding, TransferMode
 from kvcourier.errors import ConfigError, KVCourierError
-from kvcourier.router.config import parse_mode
+from kvcourier.router.config import parse_binding, parse_mode
 
 REQUEST_ID_HEADER = "x-request-id"
 MODE_HEADER = "x-kv-mode"
+BINDING_HEADER = "x-kv-binding"
 _SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 # Belong to one connection (RFC 9110 section 7.6.1), or are set anew for each leg.
@@ -23,7 +24,7 @@ _NOT_FORWARDED = frozenset(
         *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization"),
         *("proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "expect"),
         *("host", "content-length", "content-type", "content-encoding", "accept-encoding"),
-        *("x-data-parallel-rank", REQUEST_ID_HEADER, MODE_HEADER),
+        *("x-data-parallel-rank", REQUEST_ID_HEADER, MODE_HEADER, BINDING_HEADER),
     }
 )
 
@@ -111,6 +112,21 @@ def mode_of(headers: Mapping[str, str], default: TransferMode) -> TransferMode:
         return parse_mode(given, "X-KV-Mode")
     except ConfigError as error:
         raise CallRefused(str(error), MODE_HEADER) from None
+
+
+def binding_of(headers: Mapping[str, str], mode: TransferMode, default: Binding | None) -> Binding:
+    """When D is bound for this call: as it says, else as configured, else as its mode means.
+
+    Raises:
+        CallRefused: `X-KV-Binding` names none.
+    """
+    given = headers.get(BINDING_HEADER)
+    if given is None:
+        return default or USUAL_BINDING[mode]
+    try:
+        return parse_binding(given, "X-KV-Binding")
+    except ConfigError as error:
+        raise CallRefused(str(error), BINDING_HEADER) from None
 
 
 def forwarded_headers(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:

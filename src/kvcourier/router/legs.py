@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcourier.config import TransferMode
+from kvcourier.config import USUAL_BINDING, Binding, TransferMode
 from kvcourier.ids import RequestId, TransferId
 from kvcourier.router.config import Coordinates
 
@@ -37,6 +37,8 @@ class Call:
         headers: the client's headers that travel on.
         coordinates: where the chosen P's KV is found; push cannot do without.
         prefill_dp_rank, decode_dp_rank: which rank behind the address, for vLLM.
+        binding: early dispatches both legs at once, late D's when P has answered; None leaves it to
+            the mode.
         modes_known: P itself said which modes it takes part in, so `transfer_mode` in its answer
             (one value for an instance that does both) decides nothing.
     """
@@ -50,6 +52,12 @@ class Call:
     prefill_dp_rank: int | None = None
     decode_dp_rank: int | None = None
     modes_known: bool = False
+    binding: Binding | None = None
+
+    @property
+    def is_early(self) -> bool:
+        """Whether D is told before P has answered."""
+        return (self.binding or USUAL_BINDING[self.mode]) is Binding.EARLY
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +82,9 @@ def prefill_params(call: Call) -> Params:
     }
 
 
-def push_params(call: Call, coordinates: Coordinates) -> Params:
-    """D in push: register with this P, whose answer nobody has yet."""
+def early_params(call: Call, coordinates: Coordinates) -> Params:
+    """D before P has answered: register with this P, for its WRITE or to be told what to READ."""
+    reads = {"transfer_mode": call.mode.value} if call.mode is TransferMode.PULL else {}
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -86,14 +95,20 @@ def push_params(call: Call, coordinates: Coordinates) -> Params:
         "pp_size": coordinates.pp_size,
         "remote_request_id": call.request_id,
         "transfer_id": call.transfer_id,
-    }
+    } | reads
 
 
-def pull_params(call: Call, handoff: Params) -> Params:
-    """D in pull: what P answered, unchanged, with the transfer id if P left it out."""
-    if handoff.get("transfer_id") is not None:
-        return handoff
-    return handoff | {"transfer_id": call.transfer_id}
+def late_params(call: Call, handoff: Params) -> Params:
+    """D after P has answered: what P said, with the transfer id if P left it out.
+
+    Without block ids D cannot READ, so it registers, and P writes at once.
+    """
+    params = dict(handoff)
+    if params.get("transfer_id") is None:
+        params["transfer_id"] = call.transfer_id
+    if call.mode is TransferMode.PUSH:
+        params |= {"remote_block_ids": None, "transfer_mode": call.mode.value}
+    return params
 
 
 def prefill_leg(call: Call) -> Leg:

@@ -12,12 +12,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvcourier.config import Granularity
+from kvcourier.config import Granularity, TransferMode
 from kvcourier.core import handshake
 from kvcourier.core.params import (
     HolderAddress,
     HoldIntent,
     PullIntent,
+    PushIntent,
     WantIntent,
     handoff_params,
     parse_params,
@@ -323,6 +324,8 @@ def _understood(intent: WantIntent) -> dict[str, Any]:
         "transfer_id": intent.transfer_id,
         "part": intent.part,
     }
+    if isinstance(intent, PushIntent) and intent.reads:
+        params["transfer_mode"] = TransferMode.PULL.value
     if isinstance(intent, PullIntent):
         params |= {
             "remote_block_ids": intent.block_ids,

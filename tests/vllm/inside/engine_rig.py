@@ -352,7 +352,7 @@ class Instance:
                     asked.finish_reason = each.finish_reason
                     asked.params = each.kv_transfer_params
 
-    def push_params(self, transfer_id: str) -> dict[str, object]:
+    def early_params(self, transfer_id: str) -> dict[str, object]:
         """What a router tells D of a prompt that is prefilled here."""
         return {
             "do_remote_prefill": True,
@@ -413,7 +413,7 @@ def handed_over(
         for_d = p.asked[held].params
         assert for_d is not None, "P hands over what it computed"
     else:
-        for_d = p.push_params(transfer_id)
+        for_d = p.early_params(transfer_id)
     return held, d.ask(prompt, for_d, **options) if want else ""
 
 

@@ -62,7 +62,7 @@ def test_d_refuses_a_request_before_admission(pair, mode) -> None:
     """vLLM then makes up a request of one token with the same params."""
     p, d = pair
     held, _ = handed_over(p, d, PROMPT, mode, want=False)
-    params = p.asked[held].params if mode == "pull" else p.push_params(p.transfer_ids[held])
+    params = p.asked[held].params if mode == "pull" else p.early_params(p.transfer_ids[held])
     d.ask([0], params, abort_immediately=True)
     assert d.is_idle
     run(p, until=lambda: p.is_idle)
@@ -71,7 +71,7 @@ def test_d_refuses_a_request_before_admission(pair, mode) -> None:
 def test_d_aborts_after_it_registered(pair, network) -> None:
     _, d = pair
     p, _ = pair
-    wanted = d.ask(PROMPT, p.push_params("a prompt that never comes"))
+    wanted = d.ask(PROMPT, p.early_params("a prompt that never comes"))
     run(d, until=lambda: d.status(wanted) is RequestStatus.WAITING_FOR_REMOTE_KVS)
     d.abort(wanted)
     run(d, until=lambda: d.is_idle)
@@ -273,7 +273,7 @@ EXTRAS = {
 def test_keys_that_nobody_reads_do_no_harm(pair, mode, extra) -> None:
     p, d = pair
     held, _ = handed_over(p, d, PROMPT, mode, want=False)
-    params = p.asked[held].params if mode == "pull" else p.push_params(p.transfer_ids[held])
+    params = p.asked[held].params if mode == "pull" else p.early_params(p.transfer_ids[held])
     wanted = d.ask(PROMPT, params | {"note": extra})
     run(p, d, until=lambda: p.is_idle and d.is_idle)
     assert d.asked[wanted].tokens == answer_to(PROMPT, 4)
@@ -299,7 +299,7 @@ def test_a_transfer_id_that_is_used_again(pair) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_another_engine_than_the_named_one_answers(pair, mode) -> None:
     p, d = pair
-    params = p.push_params("t") if mode == "push" else GOOD_PULL | {"remote_port": p.port}
+    params = p.early_params("t") if mode == "push" else GOOD_PULL | {"remote_port": p.port}
     wanted = d.ask(PROMPT, params | {"remote_engine_id": "somebody else"})
     run(d, until=lambda: d.is_idle)
     assert d.asked[wanted].finish_reason is FinishReason.ERROR
