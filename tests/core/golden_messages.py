@@ -88,7 +88,13 @@ MESSAGES: dict[str, AnyMessage] = {
     "cancel": Cancel(DECODE, NAME, "cmpl-7-0123abcd", [(0, 0), (1, 0)], 2),
     "fenced": Fenced(PREFILL, "cmpl-7-0123abcd", 2),
     "collected": Collected(DECODE, NAME, "cmpl-7-0123abcd", True, [(1, 0)]),
-    "renew": Renew(DECODE, 9, [RenewItem(NAME, "cmpl-7-0123abcd"), RenewItem(HoldName(), "r")]),
+    "renew": Renew(
+        DECODE,
+        9,
+        [RenewItem(NAME, "cmpl-7-0123abcd", reads=True), RenewItem(HoldName(), "r")],
+        "10.0.0.2",
+        5601,
+    ),
     "renewed": Renewed(PREFILL, 9, 30.0, ["a"], ["b"], ["c", "d"]),
     "open_stream": OpenStream(
         PREFILL, 5, Landed(PREFILL, "cmpl-7-0123abcd", 16, 24, 0, 0, [0, 1]), 1 << 27, 3

@@ -1,5 +1,7 @@
 """Peers that transfers wait for: who is asked, who counts as silent, and what that ends."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from kvcourier.config import Timing
@@ -8,10 +10,11 @@ from kvcourier.core.messages import Beat
 from kvcourier.core.outcomes import Outcome
 from kvcourier.core.workspace import Counted
 from kvcourier.errors import ConfigError
-from kvcourier.ids import Rank
+from kvcourier.ids import EngineId, Incarnation, PeerRank, Rank
 from pair import Pair, Side
 
 RANK = Rank(0, 0)
+D_BEFORE = PeerRank(EngineId("d"), Incarnation("d-life1"), RANK)
 BEAT_S, SILENCE_S = Timing().beat_s, Timing().peer_silence_s
 
 
@@ -176,6 +179,56 @@ def test_what_was_promised_to_a_dead_wanter_is_free_at_once(pair, finished):
         assert not pair.prefill.outcomes("p1"), "P's engine still computes it"
         pair.finish("p1", "hello", 40)
     assert pair.prefill.outcomes("p1") == {Outcome.SEND_FAILED, Outcome.RELEASED}
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_a_wanter_that_dies_in_its_queue_leaves_nothing_behind(mode):
+    """It has only asked to keep the prompt: neither registered nor read."""
+    pair = Pair()
+    pair.hold("p1", "t1")
+    blocks = pair.finish("p1", "hello", 40)
+    if mode == "push":
+        pair.want_push("d1", "t1")
+    else:
+        pair.want_pull("d1", "p1", blocks)
+    pair.deliver_all()
+    pair.restart(pair.decode)
+    assert not pair.prefill.outcomes("p1")
+    reset(pair, pair.prefill, SimpleNamespace(rank=lambda rank: D_BEFORE))
+    assert pair.prefill.outcomes("p1") == {Outcome.SEND_FAILED, Outcome.RELEASED}
+    assert not counted(pair.prefill, Counted.LEASES_EXPIRED)
+
+
+def test_what_a_silent_wanter_has_asked_for_is_kept_for_its_lease():
+    """It may be reading, and was promised that much."""
+    pair = Pair()
+    pair.hold("p1", "t1")
+    pair.want_pull("d1", "p1", pair.finish("p1", "hello", 40))
+    pair.deliver_all()
+    for _ in range(100):
+        pair.advance(BEAT_S / 2)
+        lose(pair)
+    assert counted(pair.prefill, Counted.PEERS_SILENT) == 1
+    assert not pair.prefill.outcomes("p1")
+    for _ in range(int(2 * Timing().kv_lease_duration)):
+        pair.advance(1.0)
+        lose(pair)
+    assert pair.prefill.outcomes("p1") == {Outcome.SEND_FAILED, Outcome.RELEASED}
+
+
+def test_a_prompt_that_two_lives_have_asked_for_outlives_one_of_them():
+    pair = Pair()
+    pair.hold("p1", "t1")
+    blocks = pair.finish("p1", "hello", 40)
+    pair.want_pull("d1", "p1", blocks)
+    pair.deliver_all()
+    pair.restart(pair.decode)
+    pair.want_pull("d2", "p1", blocks)
+    pair.deliver_all()
+    pair.tell_of_lost_lives()
+    assert pair.reserve("d2", "hello", 0, 40)
+    pair.deliver_all()
+    assert pair.decode.outcomes("d2") == {Outcome.RECEIVED, Outcome.RELEASED}
 
 
 def test_a_silent_wanter_finds_its_prompt_when_it_is_back(pair):

@@ -18,7 +18,6 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 @pytest.fixture
 def dead_port() -> Iterator[int]:
-    """A port that is taken and answers nobody."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+    """A port whose owner takes connections and answers nobody."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         yield taken.getsockname()[1]

@@ -21,6 +21,7 @@ from kvcourier.ids import EngineId, InstanceAddress, PeerRank, Rank, RequestId
 from kvcourier.runtime.reports import Outcome
 from kvcourier.transport.interface import Operation
 from kvcourier.transport.memory import Fate, InFlight, MemoryTransport
+from ports import free_port
 from runtime.courier_world import (
     SOURCE,
     STOP,
@@ -365,7 +366,16 @@ def test_a_handshake_nested_deeply_does_not_end_the_server(world):
 # Peers that cannot be used.
 
 
-def test_nobody_at_the_peers_port(world, dead_port):
+def test_nobody_listens_at_the_peers_port(world):
+    """Known at once, not when a deadline has passed."""
+    prefill, decode = world.pair(handshake_timeout_s=1000.0)
+    port = free_port()
+    want(prefill, decode, "x", remote_port=port)
+    assert failure(decode, "d-x") == f"nobody listens at p at 127.0.0.1:{port}"
+    world.still_works(prefill, decode)
+
+
+def test_nobody_answers_at_the_peers_port(world, dead_port):
     prefill, decode = world.pair(handshake_timeout_s=0.1)
     want(prefill, decode, "x", remote_port=dead_port)
     reason = failure(decode, "d-x")

@@ -12,6 +12,7 @@ import zmq
 from kvcourier.errors import ConfigError, RemoteProtocolError
 from kvcourier.ids import EngineId, Incarnation, InstanceAddress, PeerRank, Rank
 from kvcourier.runtime.side_channel import HandshakeServer, SideChannel, sender_matches
+from ports import free_port
 
 HOST = "127.0.0.1"
 MAX_BYTES = 1000
@@ -98,6 +99,24 @@ def test_asking_again_replaces_the_first_request(serve, open_channel):
     channel.ask(address, b"first")
     channel.ask(address, b"second")
     assert take_answers(channel) == [(address, b"second")]
+
+
+def test_an_address_where_nobody_listens_is_told_once(open_channel):
+    channel, address = open_channel(D), InstanceAddress(EngineId("p"), HOST, free_port())
+    channel.ask(address, b"hello")
+    assert _until(channel, channel.refusals, 1, lambda: None) == [address]
+    assert channel.refusals() == channel.answers() == []
+
+
+def test_a_refusal_of_an_earlier_request_means_nothing(serve, open_channel):
+    """The instance has come up between the two."""
+    channel, port = open_channel(D), free_port()
+    address = InstanceAddress(EngineId("p"), HOST, port)
+    channel.ask(address, b"hello")
+    with socket.create_server((HOST, port)):
+        channel.ask(address, b"hello again")
+        channel.wait(0.05)
+        assert channel.refusals() == []
 
 
 def test_a_handshake_that_was_given_up_is_not_answered(serve, open_channel):

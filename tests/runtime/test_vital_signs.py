@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvcourier.config import Limits
-from kvcourier.core.events import PeerProbed, Sign
+from kvcourier.core.events import Sign
 from kvcourier.ids import EngineId, Incarnation, PeerRank, Rank
 from kvcourier.runtime.side_channel import SideChannel
 from kvcourier.runtime.vital_signs import VitalSigns, look
@@ -61,9 +61,9 @@ def test_a_host_that_is_none_is_silent(host):
 
 def test_looks_are_taken_when_they_have_ended(listener):
     woken = threading.Event()
-    signs = VitalSigns(woken.set)
+    signs: VitalSigns[str] = VitalSigns(woken.set)
     assert signs.take() == []
-    signs.look_at(PEER, HOST, listener.getsockname()[1], SHORT_S)
+    signs.look_at("p", HOST, listener.getsockname()[1], SHORT_S)
     assert woken.wait(LONG_S)
-    assert signs.take() == [PeerProbed(PEER, Sign.SILENT)]
+    assert signs.take() == [("p", Sign.SILENT)]
     assert signs.take() == []

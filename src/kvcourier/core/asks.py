@@ -4,6 +4,7 @@ Decides the contents of each registration, READ, heartbeat, cancel and good-bye.
 when they are due; `wanter` does that.
 """
 
+from kvcourier.config import TransferMode
 from kvcourier.core.commands import PostRead, SendNotification
 from kvcourier.core.events import NOT_POSTED, OperationId
 from kvcourier.core.messages import (
@@ -76,7 +77,7 @@ class Asks:
 
     def renewal(self, want: Want, link: Link) -> RenewItem:
         """Keep the hold alive."""
-        return RenewItem(_name(want, link), want.request_id)
+        return RenewItem(_name(want, link), want.request_id, want.mode is TransferMode.PULL)
 
     def cancel(self, want: Want, link: Link) -> None:
         """Write no more, and say when nothing is in flight.

@@ -92,7 +92,7 @@ class Endpoint:
         self._space = Workspace(me, geometries, timing, limits)
         self._holder = Holder(self._space)
         self._wanter = Wanter(self._space, address, prefers_write)
-        self._heartbeats = Heartbeats(self._space, self._wanter)
+        self._heartbeats = Heartbeats(self._space, self._wanter, address)
         self._watch = Watch(self._space, self._needed_at, self._on_peer_silent)
         self._timer_handlers: Mapping[TimerKind, Callable[[Any], object]] = {
             **self._holder.on_timer,

@@ -19,8 +19,9 @@ _MAX_OPEN = 4096
 class Heartbeats:
     """The `Renew` messages of one rank, and when each was asked."""
 
-    def __init__(self, space: Workspace, wanter: Wanter) -> None:
+    def __init__(self, space: Workspace, wanter: Wanter, own_address: InstanceAddress) -> None:
         self._space = space
+        self._own_address = own_address
         self._wanter = wanter
         self._serial = 0
         self._asked_at: dict[tuple[PeerRank, int], float] = {}
@@ -58,7 +59,9 @@ class Heartbeats:
         for peer, renewals in items.items():
             self._serial = (self._serial + 1) % (1 << 31)
             self._asked_at[peer, self._serial] = self._space.now
-            self._space.emit(SendMessage(peer, Renew(self._space.sender, self._serial, renewals)))
+            _, host, port = self._own_address
+            message = Renew(self._space.sender, self._serial, renewals, host, port)
+            self._space.emit(SendMessage(peer, message))
         while len(self._asked_at) > _MAX_OPEN:
             del self._asked_at[next(iter(self._asked_at))]
         return bool(items)

@@ -33,6 +33,7 @@ from kvcourier.core.messages import (
     Register,
     Renew,
     Renewed,
+    RenewItem,
 )
 from kvcourier.core.outcomes import Outcome, Side
 from kvcourier.core.partings import CANCELLED, Parting, Partings, how
@@ -244,6 +245,7 @@ class Holder:
                 if not self._has_waited_too_long(hold):
                     self._leases.renew(hold.request_id, self._space.now, self._lease_s)
                     known.append(item.request_id)
+                    self._note_awaited(hold, peer, message, item)
                 offered = delivery is not None and delivery.state is DeliveryState.OFFERED
                 if delivery is not None and offered and item.name.hold_id is None:
                     self._deliveries.offer(delivery)
@@ -281,7 +283,7 @@ class Holder:
         """That life is over, and nobody else may have what was promised to it."""
         self.on_peer_failed(address, reason)
         for hold in self.holds:
-            if hold.bound is not None and hold.bound[:2] == (address.engine_id, incarnation):
+            if hold.is_for(address.engine_id, incarnation):
                 hold.forsaken = hold.forsaken or reason
                 self._settle(hold)
 
@@ -291,11 +293,18 @@ class Holder:
             self._deliveries.fail(delivery, reason)
 
     def needed_at(self, address: InstanceAddress) -> set[PeerRank]:
-        """The ranks there that are written to, or will be."""
-        return {
+        """The ranks there that are written to, or will be, or for which something is kept."""
+        written_to = {
             delivery.registration.peer
             for delivery in self._deliveries_to(address)
             if self._deliveries.is_alive(delivery)
+        }
+        return written_to | {
+            peer
+            for hold in self._holds.values()
+            if hold.state in (HoldState.COMPUTING, HoldState.HELD) and not hold.forsaken
+            for peer, listens_at in hold.awaited_by.items()
+            if listens_at == address and peer.rank not in hold.served
         }
 
     def on_landed(self, owner: Owner, reason: str | None) -> None:
@@ -402,6 +411,16 @@ class Holder:
         if hold.is_meant_by(message.name):
             self._serve(hold, message, how(message))
 
+    def _note_awaited(self, hold: Hold, peer: PeerRank, message: Renew, item: RenewItem) -> None:
+        """Somebody wants this: find out when it dies, so that nothing is kept for the dead."""
+        if message.host is None or message.port is None or peer in hold.awaited_by:
+            return
+        address = InstanceAddress(peer.engine_id, message.host, message.port)
+        mode = TransferMode.PULL if item.reads else TransferMode.PUSH
+        if self._space.use_peer(address, hold.request_id, mode) is not None:
+            hold.awaited_by[peer] = address
+            self._space.watch(address)
+
     def _has_yet_to_begin(self, name: HoldName) -> bool:
         """Whether it names a hold of this life that our engine has not told us of yet."""
         serial = hold_serial(name.hold_id, self._space.me.incarnation)
@@ -488,6 +507,8 @@ class Holder:
             del self._by_delivery[key]
             self._space.cancel_timer(TimerKind.DELIVERY, key)
             self._space.leave_peer(delivery.registration.address, delivery.registration.request_id)
+        for address in hold.awaited_by.values():
+            self._space.leave_peer(address, hold.request_id)
         self._ended.remember(hold)
         if hold.lent:
             self._space.tell(Side.HOLD, hold.request_id, Outcome.RELEASED, block_ids=hold.block_ids)

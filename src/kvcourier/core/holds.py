@@ -113,6 +113,7 @@ class Hold:
         bound: the one request that may have it.
         needed: ranks of its instance that take something from ours.
         served: those of them that have it or want it no more, each with how.
+        awaited_by: ranks that have asked to keep it, in one life each, and where they listen.
         forsaken: why the one that may have it will not come any more, if so.
     """
 
@@ -131,6 +132,7 @@ class Hold:
     bound: Wanter | None = None
     needed: set[Rank] = field(default_factory=set)
     served: dict[Rank, str] = field(default_factory=dict)
+    awaited_by: dict[PeerRank, InstanceAddress] = field(default_factory=dict)
     forsaken: str = ""
     reason: str = ""
 
@@ -143,6 +145,13 @@ class Hold:
         self.bound = wanter
         self.needed |= ranks
         return True
+
+    def is_for(self, engine_id: EngineId, incarnation: Incarnation) -> bool:
+        """Whether nobody but this life may have it, or has asked for it."""
+        if self.bound is not None:
+            return self.bound[:2] == (engine_id, incarnation)
+        lives = {peer[:2] for peer in self.awaited_by}
+        return lives == {(engine_id, incarnation)}
 
     def write(self, block_ids: BlockGroups, num_tokens: int, layers: Iterable[int] | None) -> None:
         """Positions [0, num_tokens) of these layers (None: all) are written in these blocks."""

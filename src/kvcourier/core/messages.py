@@ -213,18 +213,28 @@ class Collected(Message, frozen=True, tag="collected"):
 
 
 class RenewItem(msgspec.Struct, frozen=True):
-    """One hold to keep alive; `request_id` is the wanter's and comes back in the answer."""
+    """One hold to keep alive; `request_id` is the wanter's and comes back in the answer.
+
+    `reads`: the wanter is going to READ it, and not to be written to.
+    """
 
     name: HoldName
     request_id: Text
+    reads: bool = False
 
 
 class Renew(Message, frozen=True, tag="renew"):
-    """Wanter to holder: heartbeat for these holds. `serial` comes back in `Renewed`."""
+    """Wanter to holder: heartbeat for these holds. `serial` comes back in `Renewed`.
+
+    `host` and `port` are those of the wanter's handshake server, by which the holder can find out
+    whether it still lives.
+    """
 
     sender: SenderFields
     serial: Index
     items: list[RenewItem]
+    host: Text | None = None
+    port: Port | None = None
 
 
 class Renewed(Message, frozen=True, tag="renewed"):

@@ -28,12 +28,14 @@ class _Watched:
         num_missed: rounds since then in which nothing came. Rounds and not time: one of ours that
             comes late, because our own thread was kept waiting, must not count for many.
         probing: a closer look is under way.
+        is_silent: it was given up, and nothing has come from it since.
     """
 
     address: InstanceAddress
     heard: bool = True
     num_missed: int = 0
     probing: bool = False
+    is_silent: bool = False
 
 
 class Watch:
@@ -115,9 +117,10 @@ class Watch:
 
     def _take_turn(self, peer: PeerRank, watched: _Watched) -> None:
         watched.num_missed = 0 if watched.heard else watched.num_missed + 1
+        watched.is_silent = watched.is_silent and not watched.heard
         watched.heard = False
         self._space.emit(SendMessage(peer, Beat(self._space.sender, is_question=True)))
-        if watched.num_missed >= self._most_missed - 1:
+        if watched.num_missed >= self._most_missed - 1 and not watched.is_silent:
             self._look_closer(peer, watched)
 
     def _look_closer(self, peer: PeerRank, watched: _Watched) -> None:
@@ -138,5 +141,8 @@ class Watch:
             self._space.shake_again(address, min(peer.modes))
 
     def _give_up(self, watched: _Watched, reason: str) -> None:
+        if watched.is_silent:
+            return
+        watched.is_silent = True
         self._space.counts[Counted.PEERS_SILENT] += 1
         self._on_silent(watched.address, reason)

@@ -287,6 +287,8 @@ class Courier:
         self._handle_ready()
         for address, payload in self._channel.answers():
             self._on_handshake_answer(address, payload)
+        for address in self._channel.refusals():
+            self._handle(ConnectFailed(address, f"nobody listens at {address}"))
         for identity, payload in self._channel.messages():
             self._on_side_message(identity, payload)
         for peer in self._channel.resets():

@@ -26,6 +26,7 @@ _MAX_QUEUED = 4096
 _MAX_SOCKETS = 1 << 16
 """Three for each rank of a peer, one to talk and two to watch it. ZMQ's own limit is 1023."""
 _STOP_POLL_MS = 100
+_REFUSAL_TIMEOUT_S = 1.0
 
 
 class HandshakeServer:
@@ -112,6 +113,9 @@ class Channel(Protocol):
     def answers(self) -> list[tuple[InstanceAddress, bytes]]:
         """Take the handshake answers that have come; each ends its request."""
 
+    def refusals(self) -> list[InstanceAddress]:
+        """Take the addresses that were asked where nobody listens; each ends its request."""
+
     def drop(self, address: InstanceAddress) -> None:
         """Give a handshake up; unknown ones are fine."""
 
@@ -149,8 +153,10 @@ class SideChannel:
         self._outgoing: dict[PeerRank, zmq.Socket[bytes]] = {}
         self._monitors: dict[PeerRank, zmq.Socket[bytes]] = {}
         self._places: dict[PeerRank, tuple[str, int]] = {}
-        self._vital_signs = VitalSigns(self.wake)
-        self._handshakes: dict[InstanceAddress, zmq.Socket[bytes]] = {}
+        self._vital_signs: VitalSigns[PeerRank] = VitalSigns(self.wake)
+        self._asked: VitalSigns[tuple[InstanceAddress, int]] = VitalSigns(self.wake)
+        self._num_asked = 0
+        self._handshakes: dict[InstanceAddress, tuple[int, zmq.Socket[bytes]]] = {}
 
     def wake(self) -> None:
         """Make a running or the next `wait` return at once; from any thread, also after `close`."""
@@ -227,7 +233,7 @@ class SideChannel:
 
     def signs(self) -> list[PeerProbed]:
         """Take what the looks have found."""
-        return self._vital_signs.take()
+        return [PeerProbed(peer, sign) for peer, sign in self._vital_signs.take()]
 
     def send(self, peer: PeerRank, payload: bytes) -> bool:
         """Send by the outgoing socket, else back the way the peer reached us.
@@ -245,7 +251,8 @@ class SideChannel:
         return True
 
     def ask(self, address: InstanceAddress, payload: bytes) -> None:
-        """Send a handshake request; its answer comes out of `answers`.
+        """Send a handshake request; its answer comes out of `answers`. Where nobody listens, the
+        address comes out of `refusals`.
 
         Raises:
             RemoteProtocolError: the peer's host is not an address.
@@ -255,20 +262,34 @@ class SideChannel:
         _connect(socket, address.host, address.port)
         socket.send(payload, zmq.DONTWAIT)
         self._poller.register(socket, zmq.POLLIN)
-        self._handshakes[address] = socket
+        self._num_asked += 1
+        self._handshakes[address] = (self._num_asked, socket)
+        # ZMQ would try for ever and say nothing.
+        self._asked.look_at(
+            (address, self._num_asked), address.host, address.port, _REFUSAL_TIMEOUT_S
+        )
 
     def answers(self) -> list[tuple[InstanceAddress, bytes]]:
         """Take the handshake answers that have come; each ends its request."""
         taken = []
-        for address, socket in list(self._handshakes.items()):
+        for address, (_, socket) in list(self._handshakes.items()):
             if _readable(socket):
                 taken.append((address, socket.recv_multipart()[-1]))
                 self.drop(address)
         return taken
 
+    def refusals(self) -> list[InstanceAddress]:
+        """Addresses that were asked where nobody listens; each ends its request."""
+        refused = []
+        for (address, number), sign in self._asked.take():
+            if sign is Sign.GONE and self._handshakes.get(address, (0, None))[0] == number:
+                refused.append(address)
+                self.drop(address)
+        return refused
+
     def drop(self, address: InstanceAddress) -> None:
         """Give a handshake up; unknown ones are fine."""
-        socket = self._handshakes.pop(address, None)
+        _, socket = self._handshakes.pop(address, (0, None))
         if socket is not None:
             self._poller.unregister(socket)
             socket.close()

@@ -10,10 +10,12 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
 
-from kvcourier.core.events import PeerProbed, Sign
-from kvcourier.ids import PeerRank
+from kvcourier.core.events import Sign
+
+K = TypeVar("K", bound=Hashable)
 
 _AGAIN_S = 0.005
 
@@ -49,7 +51,7 @@ def _try(host: str, port: int, timeout_s: float) -> Sign | None:
         return None
 
 
-class VitalSigns:
+class VitalSigns(Generic[K]):
     """Closer looks under way, each in a thread of its own, since a name may take long to resolve.
 
     Args:
@@ -58,25 +60,25 @@ class VitalSigns:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._found: deque[PeerProbed] = deque()
+        self._found: deque[tuple[K, Sign]] = deque()
 
-    def look_at(self, peer: PeerRank, host: str, port: int, timeout_s: float) -> None:
+    def look_at(self, name: K, host: str, port: int, timeout_s: float) -> None:
         """Begin; the answer comes out of `take`."""
         threading.Thread(
-            target=self._look, args=(peer, host, port, timeout_s), name="kv-probe", daemon=True
+            target=self._look, args=(name, host, port, timeout_s), name="kv-probe", daemon=True
         ).start()
 
-    def say(self, peer: PeerRank, sign: Sign) -> None:
+    def say(self, name: K, sign: Sign) -> None:
         """Answer at once."""
-        self._found.append(PeerProbed(peer, sign))
+        self._found.append((name, sign))
         self._wake()
 
-    def take(self) -> list[PeerProbed]:
+    def take(self) -> list[tuple[K, Sign]]:
         """What has been found since the last time."""
         taken = []
         while self._found:
             taken.append(self._found.popleft())
         return taken
 
-    def _look(self, peer: PeerRank, host: str, port: int, timeout_s: float) -> None:
-        self.say(peer, look(host, port, timeout_s))
+    def _look(self, name: K, host: str, port: int, timeout_s: float) -> None:
+        self.say(name, look(host, port, timeout_s))

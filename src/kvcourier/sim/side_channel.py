@@ -129,6 +129,7 @@ class SimulatedChannel:
         self._asked: dict[InstanceAddress, int] = {}
         self._num_asked = 0
         self._answered: list[tuple[InstanceAddress, bytes]] = []
+        self._refused: list[InstanceAddress] = []
         self._broken: list[PeerRank] = []
         self._looking: dict[PeerRank, int] = {}
         self._num_looks = 0
@@ -175,16 +176,17 @@ class SimulatedChannel:
         """See Channel."""
         self._num_asked += 1
         self._asked[address] = number = self._num_asked
-        server = self._wire.servers.get(address.port)
-        if server is not None:
-            self._wire.carry(
-                self.place, server.place, lambda: self._serve(address, number, payload)
-            )
+        self._wire.carry(self.place, address.host, lambda: self._serve(address, number, payload))
 
     def answers(self) -> list[tuple[InstanceAddress, bytes]]:
         """See Channel."""
         answered, self._answered = self._answered, []
         return answered
+
+    def refusals(self) -> list[InstanceAddress]:
+        """See Channel."""
+        refused, self._refused = self._refused, []
+        return refused
 
     def drop(self, address: InstanceAddress) -> None:
         """See Channel."""
@@ -245,6 +247,7 @@ class SimulatedChannel:
     def _serve(self, address: InstanceAddress, number: int, payload: bytes) -> None:
         server = self._wire.servers.get(address.port)
         if server is None:
+            self._wire.carry(address.host, self.place, lambda: self._be_refused(address, number))
             return
         try:
             reply = server.answer(payload)
@@ -253,6 +256,12 @@ class SimulatedChannel:
         self._wire.carry(
             server.place, self.place, lambda: self._be_answered(address, number, reply)
         )
+
+    def _be_refused(self, address: InstanceAddress, number: int) -> None:
+        if self._asked.get(address) == number and self.port in self._wire.channels:
+            del self._asked[address]
+            self._refused.append(address)
+            self._wake()
 
     def _be_answered(self, address: InstanceAddress, number: int, reply: bytes) -> None:
         if self._asked.get(address) == number and self.port in self._wire.channels:
