@@ -78,7 +78,7 @@ HANDED_OVER = {
 @pytest.mark.parametrize("first", ["p-x", "d-x"])
 def test_aborts_in_every_phase_return_all_blocks(world, dead_port, phase, first):
     """vllm#46283: both sides abort, and decode blocks were never freed."""
-    prefill, decode = world.pair(handshake_timeout_s=0.2)
+    prefill, decode = world.pair(handshake_timeout_s=1.0)
     phase(world, prefill, decode, dead_port)
     rigs = {"p-x": prefill, "d-x": decode}
     for request_id in sorted(rigs, key=lambda name: name != first):
