@@ -34,17 +34,18 @@ def filled(row: Row, slowness: float, num_turns: int = 8, seed: int = 5) -> Row:
     return row
 
 
-def ablation() -> Report:
+def ablation(*cells: Cell) -> Report:
     """Two combinations measured, the second half as slow again; all others not available."""
     report = Report("ablate", "Ablation <of nothing>", SETTINGS)
-    for number, each in enumerate(ROWS):
-        row = Row(each.name, CELL, choices=each.choices)
-        if number < 2:
-            filled(row, 1 + number / 2)
-        else:
-            row.not_available = "this `kvcourier serve` has no --path"
-        report.rows.append(row)
-    report.comparisons.append(Comparison(*report.rows[:2]))
+    for cell in cells or (CELL,):
+        rows = [Row(each.name, cell, choices=each.choices) for each in ROWS]
+        for number, row in enumerate(rows):
+            if number < 2:
+                filled(row, 1 + number / 2)
+            else:
+                row.not_available = "this `kvcourier serve` has no --path"
+        report.rows += rows
+        report.comparisons.append(Comparison(*rows[:2]))
     return report
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvcourier.bench.choices import FLAGS, OURS, ROWS, WAYS, NotAvailable, Setup, set_up
+from kvcourier.bench.choices import FLAGS, OURS, ROWS, WAYS, Choices, NotAvailable, Setup, set_up
 from kvcourier.bench.plan import ASKED, Way
 from kvcourier.cli.bench import serve_flags
 from kvcourier.config import USUAL_BINDING, TransferMode
@@ -16,19 +16,29 @@ ALL_FLAGS = {
 }
 
 
-def row(name: str) -> object:
+def row(name: str) -> Choices:
     return next(each.choices for each in ROWS if each.name == name)
 
 
 def test_names_are_unique_and_each_change_changes_one_choice() -> None:
-    assert len({each.name for each in ROWS}) == len(ROWS)
-    changed = [each for each in ROWS if each.differs]
-    assert {each.differs for each in changed} == set(OURS.__slots__)
-    for each in changed:
-        differing = {
-            name for name in OURS.__slots__ if getattr(each.choices, name) != getattr(OURS, name)
-        }
-        assert differing == {each.differs}
+    assert len({each.name for each in ROWS}) == len({each.choices for each in ROWS}) == len(ROWS)
+    for each in ROWS:
+        if each.base is None:
+            assert each.choices == OURS
+            continue
+        base = row(each.base)
+        differing = [
+            name for name in OURS.__slots__ if getattr(each.choices, name) != getattr(base, name)
+        ]
+        assert differing
+        if each.differs is not None:
+            assert differing == [each.differs]
+    changed = {(each.base, each.differs) for each in ROWS if each.differs}
+    assert {differs for base, differs in changed if base == "kvcourier"} == set(OURS.__slots__)
+    # The other two: a thread that posts is the reader-thread pull, and a READ has no parts.
+    assert {differs for base, differs in changed if base == "NixlConnector"} == (
+        set(OURS.__slots__) - {"posting", "granularity"}
+    )
 
 
 def test_every_value_of_a_row_is_in_the_table() -> None:
@@ -64,7 +74,7 @@ def test_a_combination_becomes_flags_and_a_mode(name: str, flags: str, way: Way)
 
 def test_without_any_flag_only_what_such_a_serve_does_is_available() -> None:
     available = {each.name for each in ROWS if isinstance(set_up(each.choices, {}), Setup)}
-    assert available == {"reader-thread pull", "NixlPushConnector"}
+    assert available == {"reader-thread pull", "NixlPushConnector"}  # what it always does
     assert set_up(row("reader-thread pull"), {}) == Setup((), Way.PULL)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from kvcourier.bench.choices import ROWS, Choices
 from kvcourier.cli.app import app
 from kvcourier.demo.processes import Child, Children
 
@@ -64,6 +65,8 @@ def test_each_command_explains_itself_with_an_example(runner: CliRunner, name: s
         (["compare", "--b-flags", "'"], "--b-flags: No closing quotation"),
         (["ablate", "--turns", "0"], "--turns"),
         (["ablate", "--fragment", "2"], "--fragment"),
+        (["ablate", "--input-tokens", "many"], "--input-tokens: expected numbers .*'many'"),
+        (["ablate", "--devices", "cuda:0"], "--devices: .* P,D; found 'cuda:0'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -173,6 +176,39 @@ def test_a_pair_is_started_compared_and_stopped(tmp_path: Path) -> None:
     names = {event["name"] for event in events}
     assert {"prefill", "read in flight", "write in flight", "landed"} <= names
     assert list(tmp_path.glob("kvcourier-bench-*")) == []
+
+
+@pytest.mark.e2e
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_every_combination_runs_and_moves_as_it_says(tmp_path: Path) -> None:
+    out, trace = tmp_path / "out.json", tmp_path / "trace.json"
+    flags = ("--turns=1", "--requests=1", "--warm-up=0", "--input-tokens=600", "--output-tokens=3")
+    files = ("--json", str(out), "--trace", str(trace))
+    done = subprocess.run(
+        command("ablate", "--model", TINY, *flags, *files),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())
+    names = {"name", *Choices.__slots__, "ttft_ms", "after_prefill_ms", "tpot_ms"}
+    for row in rows:
+        assert names <= row.keys()
+        assert (row["n"], row["failures"], row["not_available"]) == (1, 0, None), row["name"]
+    assert len(rows) == len(ROWS)
+    events = json.loads(trace.read_text())["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    posted = {processes[e["pid"]]: e["args"]["operation"] for e in events if e["name"] == "posted"}
+    assert len(posted) == len(ROWS)
+    for name, operation in posted.items():
+        row = next(each for each in rows if name.startswith(f"{each['name']}, 600 tokens"))
+        # A pull that is to go packed is written: only who has the blocks can gather them.
+        is_written = row["initiator"] == "WRITE" or (
+            row["path"] == "packed" and row["binding"] == "late"
+        )
+        assert operation == ("WRITE" if is_written else "READ"), name
 
 
 def running(marker: str) -> list[int]:

@@ -13,13 +13,19 @@ import pytest
 from rich.console import Console
 
 from bench.reports import CELL, ablation, comparison, filled, sweep
+from kvcourier.bench.plan import Cell
 from kvcourier.bench.report import Report, Row, as_json, as_trace, phase_means
 from kvcourier.bench.run import Outputs
 from kvcourier.bench.samples import METRICS, Turn
 from kvcourier.bench.tables import tables, verdicts
 from kvcourier.errors import ConfigError
 
-REPORTS = (ablation, sweep, comparison)
+
+def ablation_of_two_lengths() -> Report:
+    return ablation(CELL, Cell(2048, 2.0, 2))
+
+
+REPORTS = (ablation, ablation_of_two_lengths, sweep, comparison)
 
 
 def through_json(report: Report) -> Any:
@@ -42,6 +48,19 @@ def test_an_ablation_is_a_list_with_every_combination() -> None:
     assert ratio["ratio"] == pytest.approx(1.5)
     assert ratio["verdict"] == "A is better"
     assert (ratio["pairs"], ratio["turns"]) == (16, 8)
+
+
+def test_rows_of_several_lengths_are_told_apart() -> None:
+    report = ablation_of_two_lengths()
+    assert list(report.by_base()) == ["kvcourier, 512 at 2/s", "kvcourier, 2,048 at 2/s"]
+    rows = [row for row in through_json(report) if row["n"]]
+    assert [(row["name"], row["input_tokens"]) for row in rows] == [
+        ("kvcourier", 512),
+        ("NixlConnector", 512),
+        ("kvcourier", 2048),
+        ("NixlConnector", 2048),
+    ]
+    assert [row.get("ratios", {}).get("a") for row in rows] == [None, "kvcourier"] * 2
 
 
 @pytest.mark.parametrize("make", [sweep, comparison])

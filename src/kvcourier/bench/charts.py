@@ -11,7 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from kvcourier.bench.report import Report, Row, names_of, phase_means
+from kvcourier.bench.report import Comparison, Report, Row, names_of, phase_means
 from kvcourier.bench.samples import METRICS, Metric
 from kvcourier.bench.stats import LEVEL, Summary
 from kvcourier.bench.timeline import PHASES, Lane, Span, Timeline
@@ -53,8 +53,9 @@ def charts(report: Report) -> list[Chart]:
         made.append(_against_qps(report))
     else:
         made.append(_medians(report))
-    if any(each.ratio(metric) for each in report.comparisons for metric in METRICS):
-        made.append(_ratios(report))
+    for base, comparisons in report.by_base().items():
+        if any(each.ratio(metric) for each in comparisons for metric in METRICS):
+            made.append(_ratios(report, base, comparisons))
     if any(phase_means(row) for row in report.measured):
         made.append(_phases(report))
     examples = _examples(report)
@@ -151,11 +152,11 @@ def _both(medians: Sequence[Any], points: Sequence[Any]) -> Any:
 
 
 def _medians(report: Report) -> Chart:
-    names = [row.name for row in report.measured]
+    names = [report.label(row) for row in report.measured]
     figure = _columns_per_metric(names, "ms")
     for column, metric in enumerate(METRICS, start=1):
         told = [
-            (row.name, summary)
+            (report.label(row), summary)
             for row in report.measured
             if (summary := row.collected.summary(metric)) is not None
         ]
@@ -179,13 +180,12 @@ def _medians(report: Report) -> Chart:
     return Chart("Times", f"Medians with their {LEVEL:.0%} intervals.", figure)
 
 
-def _ratios(report: Report) -> Chart:
-    base = report.comparisons[0].a.name
-    figure = _columns_per_metric([each.b.name for each in report.comparisons], "ratio, log")
+def _ratios(report: Report, base: str, comparisons: Sequence[Comparison]) -> Chart:
+    figure = _columns_per_metric([report.label(each.b) for each in comparisons], "ratio, log")
     for column, metric in enumerate(METRICS, start=1):
         told = [
-            (each.b.name, found)
-            for each in report.comparisons
+            (report.label(each.b), found)
+            for each in comparisons
             if (found := each.ratio(metric)) is not None
         ]
         values = [found.estimate.value for _, found in told]
@@ -252,7 +252,7 @@ def _columns_per_metric(names: Sequence[str], unit: str) -> Any:
 
 
 def _phases(report: Report) -> Chart:
-    told = [(_row_name(report, row), phase_means(row)) for row in report.measured]
+    told = [(report.label(row), phase_means(row)) for row in report.measured]
     told = [(name, means) for name, means in told if means]
     figure = go.Figure()
     for phase in PHASES:
@@ -289,7 +289,7 @@ def _examples(report: Report) -> list[tuple[str, float, Timeline]]:
     for row in rows:
         sample = row.collected.example()
         if sample is not None and sample.timeline is not None:
-            found.append((_row_name(report, row), sample.answer.token_s[0], sample.timeline))
+            found.append((report.label(row), sample.answer.token_s[0], sample.timeline))
     return found[:_MAX_EXAMPLES]
 
 
@@ -349,12 +349,6 @@ def _marks(timeline: Timeline) -> Any:
         customdata=[[mark.name, json.dumps(dict(mark.details))] for mark in timeline.marks],
         hovertemplate="<b>%{customdata[0]}</b> at %{x:.2f} ms<br>%{customdata[1]}<extra></extra>",
     )
-
-
-def _row_name(report: Report, row: Row) -> str:
-    if report.kind != "sweep":
-        return row.name
-    return f"{row.name}, {row.cell.input_tokens:,} tokens, {row.cell.qps:g}/s"
 
 
 def _error(values: Sequence[float], lows: Sequence[float], highs: Sequence[float]) -> Any:

@@ -79,25 +79,23 @@ WAYS: Mapping[tuple[str, str], Way] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A named combination. `differs` names the one choice that differs from OURS, if one does."""
+    """A named combination.
+
+    Attributes:
+        base: the name of the row that it is compared with; None: with none.
+        differs: the one choice in which it differs from that row; None: in several.
+    """
 
     name: str
     choices: Choices
+    base: str | None = None
     differs: str | None = None
 
 
 OURS = Choices("early", "WRITE", "thread", "layer", "auto", "seeded")
+NIXL = Choices("late", "READ", "inline", "request", "direct", "recomputed")
 
-CLASSIC = (
-    Row("NixlConnector", Choices("late", "READ", "inline", "request", "direct", "recomputed")),
-    Row("reader-thread pull", Choices("late", "READ", "thread", "request", "direct", "recomputed")),
-    Row(
-        "NixlPushConnector", Choices("early", "WRITE", "thread", "request", "direct", "recomputed")
-    ),
-)
-"""The connectors that others have, as points in the same space."""
-
-_CHANGES = (
+_FROM_OURS = (
     ("binding", "late"),
     ("initiator", "READ"),
     ("posting", "inline"),
@@ -107,16 +105,36 @@ _CHANGES = (
     ("path", "packed"),
     ("first_token", "recomputed"),
 )
+# Not its granularity: what is READ after prefill is READ whole. Its posting has a name of its own.
+_FROM_NIXL = (
+    ("binding", "early"),
+    ("initiator", "WRITE"),
+    ("path", "packed"),
+    ("first_token", "seeded"),
+)
+
+
+def _changed(name: str, choices: Choices, changes: Sequence[tuple[str, str]]) -> Sequence[Row]:
+    return [
+        Row(f"{name}, {choice} {value}", replace(choices, **{choice: value}), name, choice)
+        for choice, value in changes
+    ]
+
 
 ROWS: Sequence[Row] = (
-    *CLASSIC,
     Row("kvcourier", OURS),
-    *(
-        Row(f"kvcourier, {choice} {value}", replace(OURS, **{choice: value}), choice)
-        for choice, value in _CHANGES
+    Row("NixlConnector", NIXL, "kvcourier"),
+    Row("reader-thread pull", replace(NIXL, posting="thread"), "kvcourier"),
+    Row(
+        "NixlPushConnector",
+        replace(NIXL, binding="early", initiator="WRITE", posting="thread"),
+        "kvcourier",
     ),
+    *_changed("kvcourier", OURS, _FROM_OURS),
+    *_changed("NixlConnector", NIXL, _FROM_NIXL),
 )
-"""Every combination of the ablation: what others have, ours, and ours with one choice changed."""
+"""Every combination of the ablation: ours, what others have as points in the same space, and both
+ours and NixlConnector's with one choice changed."""
 
 
 @dataclass(frozen=True, slots=True)

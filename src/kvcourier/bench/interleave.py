@@ -38,7 +38,8 @@ def interleave(
     for number, order in enumerate(turn_orders(len(sides), num_turns)):
         began_s = time.monotonic()
         if number and began_s + longest_s > ends_at_s:
-            report.notes.append(f"{number} of {num_turns} rounds: there was no time for more")
+            rounds = f"{number} of {num_turns} rounds of {cell.input_tokens:,} tokens"
+            report.notes.append(f"{rounds}: there was no time for more")
             return
         for side in order:
             row, target = sides[side]

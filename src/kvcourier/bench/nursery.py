@@ -63,6 +63,8 @@ def _explain(log: str, code: int) -> int:
 
 
 def _import_what_all_need() -> None:
+    # CUDA, once begun here, could not be used by children: whether there are GPUs is asked of NVML.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # Not NIXL: what its libraries set up when they are loaded is a process's own.
     import kvcourier.engine.engine
     import kvcourier.engine.models

@@ -11,7 +11,7 @@ from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
 from kvcourier.bench.charts import charts
-from kvcourier.bench.report import Report, Row
+from kvcourier.bench.report import Comparison, Report, Row
 from kvcourier.bench.samples import METRICS
 from kvcourier.bench.tables import SAID
 
@@ -57,19 +57,18 @@ def _lines(report: Report) -> Iterator[str]:
     for chart in charts(report):
         yield f"<h2>{html.escape(chart.heading)}</h2><p>{html.escape(chart.sentence)}</p>"
         yield to_html(chart.figure, full_html=False, include_plotlyjs=False, config=_CONFIG)
-    if report.comparisons:
-        yield from _verdicts(report)
+    for base, comparisons in report.by_base().items():
+        yield from _verdicts(report, base, comparisons)
     yield from _numbers(report.measured)
     yield from _missing(report)
     yield "</body></html>"
 
 
-def _verdicts(report: Report) -> Iterator[str]:
-    base = report.comparisons[0].a.name
+def _verdicts(report: Report, base: str, comparisons: Sequence[Comparison]) -> Iterator[str]:
     yield f"<h2>Verdicts</h2><p>Against {html.escape(base)}.</p>"
     rows = []
-    for comparison in report.comparisons:
-        cells = [html.escape(comparison.b.name)]
+    for comparison in comparisons:
+        cells = [html.escape(report.label(comparison.b))]
         for metric in METRICS:
             found = comparison.ratio(metric)
             if found is None:

@@ -34,11 +34,13 @@ class PairSpec:
         model: as for `kvcourier serve --model`; None leaves it to the file.
         flags: further flags of both instances.
         config: file with tables for `serve` and `route`, or None.
+        devices: of P and of D; None leaves them to the flags and the file.
     """
 
     model: str | None = MODEL
     flags: tuple[str, ...] = ()
     config: Path | None = None
+    devices: tuple[str, str] | None = None
 
 
 class Pairs:
@@ -102,6 +104,7 @@ def _serve(spec: PairSpec, role: str, engine_id: str) -> list[str]:
         # Lost KV is a failed request: computed again, it would look like a slow transfer.
         "--kv-load-failure-policy=fail",
         *_cache(spec),
+        *_device(spec, role),
         *_config(spec),
         *spec.flags,
     ]
@@ -109,6 +112,10 @@ def _serve(spec: PairSpec, role: str, engine_id: str) -> list[str]:
 
 def _config(spec: PairSpec) -> tuple[str, ...]:
     return () if spec.config is None else (f"--config={spec.config}",)
+
+
+def _device(spec: PairSpec, role: str) -> tuple[str, ...]:
+    return () if spec.devices is None else (f"--device={spec.devices[ROLES.index(role)]}",)
 
 
 def _cache(spec: PairSpec) -> tuple[str, ...]:

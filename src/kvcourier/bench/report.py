@@ -71,6 +71,19 @@ class Report:
         """Rows that have had a turn."""
         return [row for row in self.rows if row.collected.turns]
 
+    def label(self, row: Row, separator: str = ", ") -> str:
+        """The row's name, with its cell where rows have several."""
+        if len({each.cell for each in self.rows}) == 1:
+            return row.name
+        return f"{row.name}{separator}{row.cell.input_tokens:,} at {row.cell.qps:g}/s"
+
+    def by_base(self) -> dict[str, list[Comparison]]:
+        """Comparisons by the label of what they are against."""
+        found: dict[str, list[Comparison]] = {}
+        for each in self.comparisons:
+            found.setdefault(self.label(each.a), []).append(each)
+        return found
+
     @property
     def succeeded(self) -> bool:
         """Something was measured, and nothing failed."""

@@ -3,12 +3,12 @@
 Decides columns and how a number is shown. Refuses to know how it was measured.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.box import SIMPLE
 from rich.table import Table
 
-from kvcourier.bench.report import Report, Row, phase_means
+from kvcourier.bench.report import Comparison, Report, Row, phase_means
 from kvcourier.bench.samples import METRICS, Metric
 from kvcourier.bench.stats import LEVEL, Estimate, Ratio, Verdict
 
@@ -27,8 +27,8 @@ def tables(report: Report) -> Iterator[Table]:
         yield _missing(report)
     if any(phase_means(row) for row in report.measured):
         yield _phases(report)
-    if report.comparisons:
-        yield _ratios(report)
+    for base, comparisons in report.by_base().items():
+        yield _ratios(report, base, comparisons)
 
 
 def _times(report: Report) -> Table:
@@ -39,10 +39,9 @@ def _times(report: Report) -> Table:
     table.add_column("prefix\nhits", justify="right", no_wrap=True)
     table.add_column("n\nfailed", justify="right", no_wrap=True)
     for row in report.measured:
-        cell = f"\n{row.cell.input_tokens:,} at {row.cell.qps:g}/s"
         failures = len(row.collected.failures)
         table.add_row(
-            row.name + (cell if report.kind == "sweep" else ""),
+            report.label(row, "\n"),
             *(_time(row, metric) for metric in METRICS),
             "\n".join(f"{side} {rate:.0%}" for side, rate in row.collected.hit_rates.items())
             or "-",
@@ -77,20 +76,17 @@ def _phases(report: Report) -> Table:
         table.add_column(name, justify="right")
     for row, means in told:
         if means:
-            cell = f"\n{row.cell.input_tokens:,} at {row.cell.qps:g}/s"
-            label = row.name + (cell if report.kind == "sweep" else "")
-            table.add_row(label, *(_number(means[name]) for name in names))
+            table.add_row(report.label(row, "\n"), *(_number(means[name]) for name in names))
     return table
 
 
-def _ratios(report: Report) -> Table:
-    base = report.comparisons[0].a.name
+def _ratios(report: Report, base: str, comparisons: Sequence[Comparison]) -> Table:
     table = _table(f"time / time of {base}, its {LEVEL:.0%} interval; below 1 is faster")
     for metric in METRICS:
         table.add_column(metric.title, justify="right", no_wrap=True)
-    for comparison in report.comparisons:
+    for comparison in comparisons:
         ratios = [comparison.ratio(metric) for metric in METRICS]
-        table.add_row(comparison.b.name, *map(_ratio, ratios))
+        table.add_row(report.label(comparison.b, "\n"), *map(_ratio, ratios))
     return table
 
 

@@ -22,6 +22,7 @@ from kvcourier.bench.run import Outputs, run
 from kvcourier.bench.session import LoadSettings, Session
 from kvcourier.bench.target import Endpoint, parse_endpoint, parse_way
 from kvcourier.cli.bench_flags import (
+    Devices,
     Fragment,
     HtmlFile,
     JsonFile,
@@ -213,15 +214,22 @@ def bench_ablate(
         bool,
         typer.Option("--quick", help="Short prompts, and as many rounds as fit into a minute."),
     ] = False,
-    input_tokens: Annotated[int, typer.Option(min=1, help="Length of prompts.")] = 1024,
+    input_tokens: Annotated[
+        str, typer.Option(metavar="N[,N...]", help="Lengths of prompts.")
+    ] = "1024",
     qps: Annotated[
         float, typer.Option(help="Requests per second within a turn, on average.")
     ] = 2.0,
     requests: Annotated[int, typer.Option(min=1, help="Requests per turn.")] = 2,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each combination.")] = 12,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(help="Seconds after which no round begins, nor one that would end later."),
+    ] = None,
     model: Model = None,
     serve_flag: ServeFlag = None,
     fragment: Fragment = None,
+    devices: Devices = None,
     output_tokens: OutputTokens = 16,
     vocab_size: VocabSize = _DEFAULT.vocab_size,
     warm_up: WarmUp = _DEFAULT.warm_up,
@@ -234,19 +242,24 @@ def bench_ablate(
 ) -> None:
     """Compare combinations of the choices inside a transfer, on pairs started here.
 
-    What other connectors do, what kvcourier does, and kvcourier with one choice changed: binding,
-    initiator, posting, granularity, path, first token. All have their turns on the same prompts.
-    A combination that this version cannot run is listed as not available.
+    What kvcourier does, what other connectors do, and kvcourier's and NixlConnector's with one
+    choice changed: binding, initiator, posting, granularity, path, first token. All have their
+    turns on the same prompts. A combination that this version cannot run is listed as not
+    available.
 
     \b
       kvcourier bench ablate --quick
       kvcourier bench ablate --fragment 1 --html report.html --json ablation.json
+      kvcourier bench ablate --devices cuda:0,cuda:1 --input-tokens 2000,16000 --time-limit 120
 
     Exit code 0 only if no request failed.
     """
     from kvcourier.bench.ablate import AblateSettings, run_ablate
 
     start_s = time.monotonic()
+    limit_s = _QUICK_S if quick else float("inf")
+    if time_limit is not None:
+        limit_s = _positive(time_limit, "--time-limit")
     outputs = Outputs(json_file, html_file, trace_file)
     load = LoadSettings(
         _QUICK_TOKENS if quick else output_tokens,
@@ -257,13 +270,15 @@ def bench_ablate(
     )
     flags = [_CHUNK_FLAG, *([_QUICK_CACHE_FLAG] if quick else []), *(serve_flag or ())]
     settings = AblateSettings(
-        _pair(model, flags, fragment),
+        replace(_pair(model, flags, fragment), devices=_devices(devices)),
         serve_flags(),
-        _QUICK_CELL if quick else Cell(input_tokens, qps, requests),
+        [_QUICK_CELL]
+        if quick
+        else cells(_numbers(input_tokens, int, "--input-tokens"), [qps], requests),
         _QUICK_TURNS if quick else turns,
-        start_s + _QUICK_S if quick else float("inf"),
+        start_s + limit_s,
     )
-    report = Report("ablate", "Ablation on this machine", _told(load, settings.cell))
+    report = Report("ablate", "Ablation on this machine", _told(load, settings.cells[0]))
     _run(report, load, outputs, lambda session: run_ablate(settings, session, report))
 
 
@@ -338,6 +353,15 @@ def _side(name: str, text: str, flags: str, pair: PairSpec, from_file: PairSpec)
         raise ConfigError(f"--{name.lower()}-flags: {error}: {flags!r}") from None
     base = pair if config is None else replace(from_file, config=config)
     return Side(shown, replace(base, flags=(*base.flags, *own)), way)
+
+
+def _devices(text: str | None) -> tuple[str, str] | None:
+    if text is None:
+        return None
+    match _words(text):
+        case [prefill, decode]:
+            return prefill, decode
+    raise ConfigError(f"--devices: expected that of P and that of D, P,D; found {text!r}")
 
 
 def _words(text: str) -> list[str]:

@@ -30,6 +30,13 @@ Fragment = Annotated[
         help="Part of the order of free blocks that is shuffled in pairs started here.",
     ),
 ]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        metavar="P,D",
+        help="Of pairs started here: where P and D compute, e.g. cuda:0,cuda:1. Default: cpu,cpu.",
+    ),
+]
 OutputTokens = Annotated[
     int, typer.Option(min=1, help="Tokens to generate; from 2 on there is a TPOT.")
 ]
