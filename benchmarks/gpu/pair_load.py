@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from http_stream import Answer, BadAnswer, post
@@ -108,11 +109,15 @@ class Sample:
         ttft_ms: from the client's request to the first token from the decode server.
         after_prefill_ms: from the prefill server's answer to that token; None without one.
         tpot_ms: mean per token after the first.
+        latency_ms: from the client's request to the last token.
+        sent_at_s: when it was sent, on the client's clock.
     """
 
     ttft_ms: float
     after_prefill_ms: float | None
     tpot_ms: float
+    latency_ms: float = 0.0
+    sent_at_s: float = 0.0
 
 
 class RequestFailed(Exception):
@@ -176,7 +181,7 @@ class _Request:
         first, last = token_times
         after = None if self._prefilled_at is None else (first - self._prefilled_at) * 1e3
         tpot_ms = (last - first) / max(1, self._output_tokens - 1) * 1e3
-        return Sample((first - start) * 1e3, after, tpot_ms)
+        return Sample((first - start) * 1e3, after, tpot_ms, (last - start) * 1e3, start)
 
     async def _prefill(self, named: dict[str, Any]) -> dict[str, Any]:
         """Send the prefill leg; returns P's `kv_transfer_params`."""
@@ -261,6 +266,25 @@ class _Request:
             text = content[:300].decode(errors="replace")
             raise RequestFailed(f"the {leg} server answered {answer.status}: {text}")
         return content
+
+
+def mean_decoding(samples: Sequence[Sample]) -> float | None:
+    """How many requests D decodes at a time, on average while it decodes any; None without samples.
+
+    The more, the longer a step takes: a connector that delivers sooner, or evenly, has more of
+    them at once.
+    """
+    spans = [
+        (each.sent_at_s + each.ttft_ms / 1e3, each.sent_at_s + each.latency_ms / 1e3)
+        for each in samples
+    ]
+    edges = sorted({edge for span in spans for edge in span})
+    total = busy = 0.0
+    for start, stop in pairwise(edges):
+        decoding = sum(first <= start and stop <= last for first, last in spans)
+        total += decoding * (stop - start)
+        busy += (stop - start) * (decoding > 0)
+    return total / busy if busy else None
 
 
 def spread(values: Sequence[float]) -> dict[str, float | None]:

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pair_load import Cell, Outcomes, RequestFailed, Sample, spread
+from pair_load import Cell, Outcomes, RequestFailed, Sample, mean_decoding, spread
 
 from kvcourier.bench.stats import paired_ratio
 
-METRICS = ("ttft", "after_prefill", "tpot")
+METRICS = ("ttft", "after_prefill", "tpot", "latency")
 _STATISTIC = "p50"
 _KEYS = ("model", "connector", "input_tokens", "qps", "requests", "cache")
 FRESH, USED = "fresh", "used"
@@ -36,7 +36,7 @@ def make_row(
     of one way met the same prompts at the same places.
     """
     outcomes = [each for outcomes in rounds for each in outcomes]
-    samples = [each for each in outcomes if isinstance(each, Sample)]
+    samples = _answered(outcomes)
     failures = [each for each in outcomes if isinstance(each, RequestFailed)]
     spreads = {
         metric: spread([v for each in samples if (v := getattr(each, f"{metric}_ms")) is not None])
@@ -55,6 +55,8 @@ def make_row(
     for metric in METRICS:
         for name, value in spreads[metric].items():
             row[f"{metric}_{name}_ms"] = _rounded(value)
+    decoding = [x for each in rounds if (x := mean_decoding(_answered(each))) is not None]
+    row["mean_decoding"] = _rounded(sum(decoding) / len(decoding) if decoding else None)
     row["samples"] = [
         {
             metric: [_rounded(getattr(each, f"{metric}_ms", None)) for each in outcomes]
@@ -63,6 +65,10 @@ def make_row(
         for outcomes in rounds
     ]
     return row | {"first_failure": str(failures[0]) if failures else None}
+
+
+def _answered(outcomes: Outcomes) -> list[Sample]:
+    return [each for each in outcomes if isinstance(each, Sample)]
 
 
 def of_vllm(row: Mapping[str, Any], vllm: Mapping[str, Any]) -> dict[str, list[float]]:
@@ -95,7 +101,8 @@ def show_row(row: Mapping[str, Any]) -> str:
     line = (
         f"{row['model']:>4} {row['input_tokens']:>6} tokens, {row['qps']:g}/s "
         f"{row['cache']:5} {row['connector']:14} TTFT {times('ttft')}  "
-        f"after prefill {times('after_prefill')}  TPOT {times('tpot')} ms  "
+        f"after prefill {times('after_prefill')}  TPOT {times('tpot')}  "
+        f"last token {times('latency')} ms  decoding {row['mean_decoding']}  "
         f"failures {row['failures']}/{row['requests']}"
     )
     for metric, (ratio, low, high) in (row.get("of_vllm") or {}).items():

@@ -288,7 +288,11 @@ def test_flags_that_cannot_be_used(
 
 
 CELL = Cell(2000, 2.0, 3)
-OUTCOMES = [Sample(30.0, 3.0, 5.0), RequestFailed("no"), Sample(10.0, 1.0, 7.0)]
+OUTCOMES = [
+    Sample(30.0, 3.0, 5.0, 50.0, 1.0),
+    RequestFailed("no"),
+    Sample(10.0, 1.0, 7.0, 60.0, 1.0),
+]
 
 
 def test_a_row_is_of_the_answered_requests() -> None:
@@ -306,6 +310,9 @@ def test_a_row_is_of_the_answered_requests() -> None:
     }
     assert (row["ttft_p90_ms"], row["ttft_mean_ms"]) == (28.0, 20.0)
     assert row["first_failure"] == "no"
+    assert row["latency_ms"] == 55.0
+    # One decodes from 30 to 50 ms, the other from 10 to 60.
+    assert row["mean_decoding"] == pytest.approx(70 / 50)
     assert "TTFT 20.0 (28.0)" in show_row(row)
     assert "failures 1/3" in show_row(row)
 

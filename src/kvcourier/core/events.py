@@ -6,7 +6,7 @@ Decides the closed list. Each is a fact in the past tense. Refuses to know what 
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import NewType, cast
 
 from kvcourier.config import TransferMode, TransferPath
 from kvcourier.core.messages import CoreMessage
@@ -39,7 +39,8 @@ Where a group has a sliding window, its list begins with the block of the first 
 
 def groups_of(block_ids: Sequence[Sequence[int]]) -> BlockGroups:
     """Block ids as they come from a message."""
-    return tuple(tuple(BlockId(block) for block in group) for group in block_ids)
+    # Not one `BlockId(...)` each: a long prompt has thousands, and its transfer waits for this.
+    return cast(BlockGroups, tuple(tuple(map(int, group)) for group in block_ids))
 
 
 # From the engine.

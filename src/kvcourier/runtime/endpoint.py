@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry
 from kvcourier.config import EndpointConfig, Posting
 from kvcourier.core import handshake
 from kvcourier.core.events import (
-    BlockGroups,
     BlocksReserved,
     EngineEvent,
     HoldBegun,
@@ -26,6 +25,7 @@ from kvcourier.core.events import (
     RequestAborted,
     WantBegun,
     WantDeclined,
+    groups_of,
 )
 from kvcourier.core.outcomes import Outcome, Report
 from kvcourier.core.params import (
@@ -38,7 +38,6 @@ from kvcourier.core.params import (
 from kvcourier.core.workspace import Counted
 from kvcourier.errors import ParamsError
 from kvcourier.ids import (
-    BlockId,
     HoldId,
     Rank,
     RequestId,
@@ -198,7 +197,7 @@ class KvEndpoint:
         ready: Callable[[], bool] | None = None,
     ) -> None:
         """Some KV of a prompt is written; see runtime.interface."""
-        groups = _groups(block_ids)
+        groups = groups_of(block_ids)
         written = None if layers is None else tuple(layers)
         self._submit(PrefillAdvanced(request_id, groups, num_tokens, written), ready)
 
@@ -215,7 +214,7 @@ class KvEndpoint:
     ) -> dict[str, Any]:
         """All KV of a prompt is written; see runtime.interface."""
         self._requests.hand_over(request_id)
-        groups = _groups(block_ids)
+        groups = groups_of(block_ids)
         self._submit_to_post(PrefillFinished(request_id, groups, num_tokens, continuation))
         host, port = self._side_channel_address()
         with self._lock:
@@ -256,7 +255,7 @@ class KvEndpoint:
     ) -> None:
         """Get the KV of `span` into these blocks; see runtime.interface."""
         self._requests.hand_over(request_id)
-        self._submit_to_post(BlocksReserved(request_id, _groups(block_ids), span))
+        self._submit_to_post(BlocksReserved(request_id, groups_of(block_ids), span))
 
     def decline(self, request_id: RequestId) -> None:
         """Nothing is needed after all; see runtime.interface."""
@@ -270,7 +269,7 @@ class KvEndpoint:
         if self._requests.abort(request_id, keeps_blocks=block_ids is not None):
             with self._lock:
                 self._computing.pop(request_id, None)
-            groups = None if block_ids is None else _groups(block_ids)
+            groups = None if block_ids is None else groups_of(block_ids)
             self._submit(RequestAborted(request_id, groups))
 
     # Looking.
@@ -368,7 +367,3 @@ class KvEndpoint:
     def _side_channel_address(self) -> tuple[str, int]:
         port = self._server.port if self._server is not None else self.config.side_channel_port
         return self.config.side_channel_host, port
-
-
-def _groups(block_ids: Sequence[Sequence[int]]) -> BlockGroups:
-    return tuple(tuple(BlockId(int(block)) for block in group) for group in block_ids)

@@ -7,7 +7,6 @@ worker made and told its scheduler alone.
 """
 
 import secrets
-from collections.abc import Sequence
 from typing import Any, NewType
 
 import msgspec
@@ -24,10 +23,11 @@ from kvcourier.core.events import (
     RequestAborted,
     WantBegun,
     WantDeclined,
+    groups_of,
 )
 from kvcourier.core.params import HoldIntent, parse_params
 from kvcourier.errors import LocalProtocolError, ParamsError, RemoteProtocolError
-from kvcourier.ids import BlockId, HoldId, RequestId, TransferId, TransferKey
+from kvcourier.ids import HoldId, RequestId, TransferId, TransferKey
 from kvcourier.layout.geometry import TokenSpan
 
 EngineToken = NewType("EngineToken", bytes)
@@ -128,11 +128,11 @@ def event_of(call: AnyCall, limits: Limits) -> EngineEvent:
             return HoldBegun(request_id, HoldId(call.hold_id), key)
         case AdvancePrefill():
             layers = None if call.layers is None else tuple(call.layers)
-            return PrefillAdvanced(request_id, _groups(call.block_ids), call.num_tokens, layers)
+            return PrefillAdvanced(request_id, groups_of(call.block_ids), call.num_tokens, layers)
         case RollBack():
             return PrefillRolledBack(request_id)
         case FinishPrefill():
-            return PrefillFinished(request_id, _groups(call.block_ids), call.num_tokens)
+            return PrefillFinished(request_id, groups_of(call.block_ids), call.num_tokens)
         case Expect():
             intent = parse_params(call.params, limits)
             if intent is None or isinstance(intent, HoldIntent):
@@ -140,11 +140,11 @@ def event_of(call: AnyCall, limits: Limits) -> EngineEvent:
             return WantBegun(request_id, intent)
         case Receive():
             span = TokenSpan(call.start, call.stop)
-            return BlocksReserved(request_id, _groups(call.block_ids), span)
+            return BlocksReserved(request_id, groups_of(call.block_ids), span)
         case Decline():
             return WantDeclined(request_id)
         case Abort():
-            blocks = None if call.block_ids is None else _groups(call.block_ids)
+            blocks = None if call.block_ids is None else groups_of(call.block_ids)
             return RequestAborted(request_id, blocks)
 
 
@@ -179,7 +179,3 @@ class EngineLink:
     def close(self) -> None:
         """Close all sockets; what was sent gets a moment to leave."""
         self._context.destroy(linger=200)
-
-
-def _groups(block_ids: Sequence[Sequence[int]]) -> tuple[tuple[BlockId, ...], ...]:
-    return tuple(tuple(BlockId(block) for block in group) for group in block_ids)
