@@ -24,7 +24,8 @@ from pair_load import Cell, Way, parse_cells
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_OUT = Path(__file__).with_name("results") / "vllm-pairs.json"
 DEFAULT_CELLS = "2000:2:24,2000:6:24,16000:2:16,16000:6:24"
-DEFAULT_KV_CACHE_GIB = 20
+# Three pairs are up at a time, so a third of a GPU of 140 GB less weights, staging and activations.
+DEFAULT_KV_CACHE_GIB = {"0.6b": 36.0, "8b": 20.0, "32b": 40.0}
 
 _COURIER = {
     "kv_connector": "CourierConnector",
@@ -78,7 +79,7 @@ class Settings:
     fresh_cells: tuple[Cell, ...]
     rounds: int
     one_at_a_time: bool
-    kv_cache_gib: float
+    kv_cache_gib: dict[str, float]
     out: Path
     resume: bool
     commit: str
@@ -143,7 +144,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
     add("--fresh-cells", default="", help="measured first, while blocks are still in order")
     add("--rounds", type=int, default=2, help="turns that the connectors take in a cell")
     add("--one-at-a-time", action="store_true", help="pairs one after another: a model is large")
-    add("--kv-cache-gib", type=float, default=DEFAULT_KV_CACHE_GIB, help="of each server")
+    add("--kv-cache-gib", type=float, help="of each server; by default by model")
     add("--out", type=Path, default=DEFAULT_OUT, metavar="FILE", help="result file")
     add("--resume", action="store_true", help="go on with the result file")
     add("--commit", default=None, help="what is measured; git is asked if not given")
@@ -188,7 +189,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
             fresh_cells=fresh_cells,
             rounds=given.rounds,
             one_at_a_time=given.one_at_a_time,
-            kv_cache_gib=given.kv_cache_gib,
+            kv_cache_gib=(
+                DEFAULT_KV_CACHE_GIB
+                if given.kv_cache_gib is None
+                else dict.fromkeys(SIZES, given.kv_cache_gib)
+            ),
             out=given.out,
             resume=given.resume,
             commit=given.commit or _output("git", "-C", str(REPOSITORY), "rev-parse", "HEAD"),

@@ -246,7 +246,7 @@ class Benchmark:
             return
         sharing = [each for each in self._settings.connectors.values() if each[0] == servers]
         ways = sum(each is not Way.SINGLE for _, each in sharing)
-        tokens = self._settings.kv_cache_gib * (1 << 30) / kv_bytes_per_token(model) / ways
+        tokens = self._settings.kv_cache_gib[model] * (1 << 30) / kv_bytes_per_token(model) / ways
         longest = max(cell.input_tokens for cell in self._settings.cells)
         lengths = [max(1, int(longest * share)) for share in _USE_UP_LENGTHS]
         cells = [
@@ -335,7 +335,7 @@ class Benchmark:
             start_timeout_s=settings.start_timeout_s,
             flags=(
                 # vLLM's own measure of free memory is wrong while its neighbours start.
-                *("--kv-cache-memory-bytes", str(int(settings.kv_cache_gib * (1 << 30)))),
+                *("--kv-cache-memory-bytes", str(int(settings.kv_cache_gib[model] * (1 << 30)))),
                 *("--gpu-memory-utilization", "0.2"),
                 *settings.server_flags,
             ),
