@@ -170,6 +170,15 @@ def test_a_layer_listed_twice_in_one_rank_is_named():
         route(ranks(1), twice)
 
 
+def test_a_layer_of_two_stages_is_named():
+    staged = ranks(1, 2, num_layers=4)
+    staged[Rank(1, 0)] = replace(staged[Rank(1, 0)], layers=(1, 2, 3))
+    whole = ranks(1, num_layers=4)
+    for sides in ((staged, whole), (whole, staged)):
+        with pytest.raises(MappingError, match=r"layer 1: expected on one .* stages 0 and 1"):
+            route(*sides)
+
+
 @pytest.mark.parametrize(("head_start", "head_stop"), [(-1, 2), (2, 2), (3, 5)])
 def test_heads_outside_the_model_are_named(head_start, head_stop):
     whole = ranks(1)[Rank(0, 0)]

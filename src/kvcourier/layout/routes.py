@@ -78,8 +78,8 @@ def route(sources: Geometries, targets: Geometries) -> tuple[Route, ...]:
 
     Raises:
         MappingError: the caches are of different models, a rank's geometry contradicts itself,
-            a layer is held on one side only, nobody holds a head, or the source keeps fewer
-            positions of a layer than the target needs.
+            a layer is held on one side only, or by two pipeline stages, nobody holds a head, or the
+            source keeps fewer positions of a layer than the target needs.
     """
     _check_instances(sources, targets)
     holders_of_layer = _holders(sources)
@@ -138,6 +138,20 @@ def _check_instances(sources: Geometries, targets: Geometries) -> None:
     for side, ranks in (("source", sources), ("target", targets)):
         for rank, groups in sorted(ranks.items()):
             _check_rank(f"{side} rank {rank}", groups)
+        _check_stages(side, ranks)
+
+
+def _check_stages(side: str, ranks: Geometries) -> None:
+    """Ranks of one stage share a layer's heads, or replicate them; those of two stages do not."""
+    stage_of: dict[int, int] = {}
+    for rank, groups in sorted(ranks.items()):
+        for layer in (layer for geometry in groups for layer in geometry.layers):
+            stage = stage_of.setdefault(layer, rank.pp_rank)
+            if stage != rank.pp_rank:
+                raise MappingError(
+                    f"layer {layer}: expected on one pipeline stage of the {side} ranks, found on "
+                    f"stages {stage} and {rank.pp_rank}, which is meant?"
+                )
 
 
 def _check_rank(name: str, groups: GroupGeometries) -> None:
