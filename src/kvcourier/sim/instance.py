@@ -102,6 +102,7 @@ class Life:
     memory: Memory
     pool: BlockPool
     drivers: dict[str, Driver]
+    reports: Reports
     ended_at: float | None = None
 
     @property
@@ -193,7 +194,7 @@ class Instance:
         endpoint.start(engine.report_ready)
         owned = Owned(self.place, memory, pool, engine.grants, scheduler.num_preempted)
         self._owned |= dict.fromkeys(agents, owned)
-        self.life = Life(serial, endpoint, engine, memory, pool, drivers)
+        self.life = Life(serial, endpoint, engine, memory, pool, drivers, reports)
         self.lives.append(self.life)
 
     def owned_by(self, agent: AgentName) -> Owned | None:

@@ -133,13 +133,23 @@ class Ownership:
 
 
 class Reports:
-    """I3, as an endpoint tells it: one terminal report and one release of each request."""
+    """I3, as an endpoint tells it: one terminal report and one release of each request.
+
+    Attributes:
+        all: every report, in order.
+    """
 
     def __init__(self) -> None:
+        self.all: list[Report] = []
         self._told: dict[str, Counter[str]] = {}
+
+    def of(self, request_id: str) -> list[Outcome]:
+        """What was told of a request, in order."""
+        return [report.outcome for report in self.all if report.request_id == request_id]
 
     def took(self, report: Report) -> None:
         """An engine was told this."""
+        self.all.append(report)
         told = self._told.setdefault(report.request_id, Counter())
         told["terminal" if report.outcome in _TERMINAL else report.outcome.value] += 1
         require(max(told.values()) == 1, f"I3: {report.request_id} is told again: {report}")
