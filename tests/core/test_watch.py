@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvcourier.config import Timing
-from kvcourier.core.events import PeerLost, PeerProbed, PeerReset, Sign
+from kvcourier.core.commands import SendNotification
+from kvcourier.core.events import PeerLost, PeerProbed, PeerReset, Sign, TimePassed
 from kvcourier.core.messages import Beat
 from kvcourier.core.outcomes import Outcome
 from kvcourier.core.workspace import Counted
@@ -178,6 +179,22 @@ def test_what_was_promised_to_a_dead_wanter_is_free_at_once(pair, finished):
     if not finished:
         assert not pair.prefill.outcomes("p1"), "P's engine still computes it"
         pair.finish("p1", "hello", 40)
+    assert pair.prefill.outcomes("p1") == {Outcome.SEND_FAILED, Outcome.RELEASED}
+
+
+def test_who_seems_to_be_gone_is_asked_until_there_is_a_proof(pair):
+    """The first question may come before the data path knows."""
+    before, address = pair.decode.rank(RANK), pair.decode.address
+    endpoint = pair.prefill.endpoints[RANK]
+    endpoint.handle(PeerReset(before), pair.now)
+    endpoint.handle(PeerProbed(before, Sign.GONE), pair.now)
+    pair.finish("p1", "hello", 40)
+    assert not pair.prefill.outcomes("p1"), "it is promised to that life, which may live"
+    at = endpoint.next_deadline()
+    assert at <= pair.now + BEAT_S / 2
+    commands = endpoint.handle(TimePassed(), at)
+    assert [each.message for each in commands if isinstance(each, SendNotification)]
+    pair.engine(pair.prefill, PeerLost(address, before.incarnation, "gone"))
     assert pair.prefill.outcomes("p1") == {Outcome.SEND_FAILED, Outcome.RELEASED}
 
 

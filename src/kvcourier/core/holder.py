@@ -291,6 +291,9 @@ class Holder:
         """Nothing more is posted to it. Its prompts are kept, for it may still ask."""
         for delivery in self._deliveries_to(address):
             self._deliveries.fail(delivery, reason)
+        for hold in self.holds:
+            if address in hold.awaited_by.values():
+                self._space.note(hold.request_id, "wanter_silent", reason=reason)
 
     def needed_at(self, address: InstanceAddress) -> set[PeerRank]:
         """The ranks there that are written to, or will be, or for which something is kept."""

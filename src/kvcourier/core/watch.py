@@ -100,6 +100,9 @@ class Watch:
             watched.num_missed = 0
         elif sign is Sign.GONE:
             self._give_up(watched, f"{peer} is gone: nobody listens at its side channel")
+            # A process that ends closes its sockets a moment before its memory is gone.
+            soon_s = self._space.timing.beat_s / 10
+            self._space.set_timer(TimerKind.WATCH, watched.address, soon_s)
         elif watched.num_missed >= self._most_missed - 1:
             silence_s = self._space.timing.peer_silence_s
             self._give_up(watched, f"{peer} has been silent for {silence_s:g} s")
@@ -119,7 +122,11 @@ class Watch:
         watched.num_missed = 0 if watched.heard else watched.num_missed + 1
         watched.is_silent = watched.is_silent and not watched.heard
         watched.heard = False
-        self._space.emit(SendMessage(peer, Beat(self._space.sender, is_question=True)))
+        beat = Beat(self._space.sender, is_question=True)
+        self._space.emit(SendMessage(peer, beat))
+        if watched.is_silent:
+            # What is kept for it waits for a proof that it is dead, or for a lease.
+            self._space.emit(SendNotification(peer, watched.address, beat))
         if watched.num_missed >= self._most_missed - 1 and not watched.is_silent:
             self._look_closer(peer, watched)
 
@@ -143,6 +150,6 @@ class Watch:
     def _give_up(self, watched: _Watched, reason: str) -> None:
         if watched.is_silent:
             return
-        watched.is_silent = True
+        watched.is_silent, watched.heard = True, False
         self._space.counts[Counted.PEERS_SILENT] += 1
         self._on_silent(watched.address, reason)
