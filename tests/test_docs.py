@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 import kvcourier
+from chaos.run import ON_MEMORY, ON_NETWORK, filled, read
 from kvcourier import config
 from kvcourier.config import CourierConfig, EndpointConfig, Limits, Timing
 from kvcourier.core import handshake, messages, params
@@ -302,6 +303,43 @@ def test_benchmark_tables_are_what_was_measured(name: str) -> None:
 
     assert measured
     assert sorted(table_rows(told)[1:]) == sorted(map(cells, measured))
+
+
+# Failures.
+
+
+def test_the_failure_model_names_tests_that_exist() -> None:
+    rows = table_rows(section(DOCS / "failure-model.md", "Causes"))
+    assert rows[0][-1] == "shown by" and len(rows) > 20
+    for row in rows[1:]:
+        shown_by = code_in(row[-1])
+        assert shown_by, f"{row[0]}: no test"
+        for each in shown_by:
+            path, _, name = each.partition("::")
+            assert (ROOT / path).exists(), f"{row[0]}: no {path}"
+            tests = ast.walk(ast.parse((ROOT / path).read_text()))
+            names = {node.name for node in tests if isinstance(node, ast.FunctionDef)}
+            assert name in names, f"{row[0]}: {path} has no {name}"
+
+
+def test_the_failure_model_names_metrics_and_settings_that_exist() -> None:
+    told = code_in(section(DOCS / "failure-model.md", "Causes"))
+    metrics = {row[0].strip("`") for row in table_rows((DOCS / "metrics.md").read_text())}
+    named = {each for each in told if each.startswith("kvcourier") and "/" not in each}
+    assert named and named <= metrics, named - metrics
+    ends = ("_s", "_timeout", "_duration")
+    durations = {each for each in told if each.endswith(ends) and "/" not in each}
+    assert durations and durations <= {each.name for each in dataclasses.fields(Timing)}
+
+
+def test_the_table_of_chaos_is_what_was_measured() -> None:
+    page = (DOCS / "failure-model.md").read_text()
+    findings = read(ROOT / "benchmarks" / "results" / "chaos.json")
+    assert {each.case for each in findings} == {*ON_MEMORY, *ON_NETWORK}
+    assert filled(page, findings) == page, "run `make chaos`"
+    for each in findings:
+        assert each.next_is_right, each
+        assert each.case.what != "kill" or (each.known_s or 0) <= 0.3, each
 
 
 # Words.

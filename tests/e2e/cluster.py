@@ -78,6 +78,8 @@ class Server:
     flags: tuple[str, ...]
     children: Children
     client: httpx.Client
+    module: str = "kvcourier"
+    environment: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     child: Child = field(init=False)
     url: str = field(init=False)
@@ -88,8 +90,8 @@ class Server:
 
     def start(self) -> None:
         """Start the process; `wait_ready` comes next."""
-        program = (sys.executable, "-m", "kvcourier", self.command, "--port", str(self.port))
-        self.child = self.children.start(self.name, [*program, *self.flags])
+        program = (sys.executable, "-m", self.module, self.command, "--port", str(self.port))
+        self.child = self.children.start(self.name, [*program, *self.flags], self.environment)
 
     def wait_ready(self) -> None:
         """Until it answers requests."""
@@ -236,8 +238,8 @@ def running_servers(log_dir: Path) -> Iterator[Callable[..., Server]]:
         httpx.Client(timeout=WAIT_S, trust_env=False, limits=limits) as client,
     ):
 
-        def start(name: str, command: str, *flags: str) -> Server:
-            return Server(name, command, flags, children, client)
+        def start(name: str, command: str, *flags: str, **options: Any) -> Server:
+            return Server(name, command, flags, children, client, **options)
 
         yield start
 
@@ -258,11 +260,25 @@ def instance_flags(engine_id: str, role: str, *, model: str = MODEL) -> tuple[st
 
 
 @contextlib.contextmanager
-def running_cluster(log_dir: Path, *flags: str, model: str = MODEL) -> Iterator[Cluster]:
-    """A whole cluster, ready; `flags` go to both instances."""
+def running_cluster(
+    log_dir: Path,
+    *flags: str,
+    model: str = MODEL,
+    module: str = "kvcourier",
+    environments: Mapping[str, Mapping[str, str]] | None = None,
+) -> Iterator[Cluster]:
+    """A whole cluster, ready; `flags` go to both instances, as does `module`, which stands for
+    `kvcourier`; `environments` has further variables by role."""
     with running_servers(log_dir) as start:
         prefill, decode = (
-            start(role, "serve", *instance_flags(role[0], role, model=model), *flags)
+            start(
+                role,
+                "serve",
+                *instance_flags(role[0], role, model=model),
+                *flags,
+                module=module,
+                environment=(environments or {}).get(role, {}),
+            )
             for role in ("prefill", "decode")
         )
         router = start(
