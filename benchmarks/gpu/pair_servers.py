@@ -47,6 +47,7 @@ class ServerSpec:
 
     Attributes:
         gpu: as in CUDA_VISIBLE_DEVICES; several with a comma between.
+        cpus: the cores it may run on; all if empty.
         flags: further flags of this one.
     """
 
@@ -57,6 +58,7 @@ class ServerSpec:
     side_channel_port: int
     kv_transfer_config: Mapping[str, Any]
     flags: tuple[str, ...] = ()
+    cpus: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,7 @@ class ServerPair:
             "CUDA_VISIBLE_DEVICES": server.gpu,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(server.side_channel_port),
         }
+        cpus = server.cpus or os.sched_getaffinity(0)
         with self.log_of(server).open("wb") as log:
             return await asyncio.create_subprocess_exec(
                 *self._spec.command,
@@ -171,6 +174,7 @@ class ServerPair:
                 env=environment,
                 # A group of its own, which the engine's processes are in too and may outlive it in.
                 start_new_session=True,
+                preexec_fn=lambda: os.sched_setaffinity(0, cpus),
             )
 
     async def until_healthy(self) -> None:

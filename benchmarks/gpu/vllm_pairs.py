@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+import os
 import signal
 import sys
 import time
@@ -313,14 +314,15 @@ class Benchmark:
         cells = settings.cells + settings.fresh_cells
         longest = max(cell.input_tokens for cell in cells) + settings.output_tokens
         specs = [
-            ServerSpec(name, engine_id, gpu, port, side_channel_port, config, flags)
-            for name, engine_id, gpu, port, side_channel_port, config, flags in zip(
+            ServerSpec(name, engine_id, gpu, port, side_channel_port, config, flags, cpus)
+            for name, engine_id, gpu, port, side_channel_port, config, flags, cpus in zip(
                 ("prefill", "decode"),
                 (PREFILL_ENGINE_ID, DECODE_ENGINE_ID),
                 settings.gpus,
                 *self._ports(servers),
                 configs,
                 (EAGER, EAGER if settings.decode_eager else DECODE_GRAPHS),
+                _halves(os.sched_getaffinity(0)),
                 strict=True,
             )
         ]
@@ -341,6 +343,13 @@ class Benchmark:
             ),
             **command,
         )
+
+
+def _halves(cpus: set[int]) -> tuple[frozenset[int], frozenset[int]]:
+    """Cores for P and for D, the same in every pair, so that no pair is luckier than another."""
+    ordered = sorted(cpus)
+    middle = len(ordered) // 2
+    return frozenset(ordered[:middle]), frozenset(ordered[middle:])
 
 
 def say(text: str) -> None:

@@ -10,6 +10,7 @@ from kv_content import write_prompt
 from kvcourier.config import PathPolicy, StagingConfig
 from kvcourier.layout import CacheLayout, TokenSpan
 from kvcourier.runtime.packed_receiver import PackedReceiver
+from kvcourier.runtime.path_choice import PathChooser
 from kvcourier.runtime.reports import Outcome
 from kvcourier.transport.interface import Operation
 from kvcourier.transport.memory import Fate, MemoryTransport
@@ -76,6 +77,29 @@ def test_the_same_slots_are_written_again_without_new_operations(packed, monkeyp
     (entry,) = posted(prefill, "p-x")
     # One slot on each side: all full parcels but the first are the same WRITE.
     assert len(again) == 2 * (entry["bytes"] // ONE_SLOT.slot_bytes) - 1
+
+
+def test_only_a_transfer_that_had_the_slots_for_itself_is_learnt_from(packed, monkeypatch):
+    learnt = []
+    monkeypatch.setattr(PathChooser, "learn_packed", lambda *measured: learnt.append(measured))
+    prefill, decode = (packed.rig(name) for name in "pd")
+    transfer(prefill, decode, "push", "x")
+    received(prefill, decode, "x")
+    assert len(learnt) == 1
+    packed.plan(Operation.WRITE, Fate.HOLD)
+    for name, source, target in (("y", SOURCE, TARGET), ("z", [1, 2, 4], [2, 5, 7])):
+        decode.expect(f"d-{name}", {**prefill.coordinates(), "transfer_id": f"t-{name}"})
+        decode.receive(f"d-{name}", target, 0, STOP)
+        prefill.hold(f"p-{name}", f"t-{name}")
+        prefill.prefill(f"p-{name}", name, source, STOP)
+        prefill.wait_until(lambda name=name: bool(posted(prefill, f"p-{name}")))
+    packed.heal()
+    for item in list(packed.network.pending):
+        packed.network.deliver(item)
+    for name in "yz":
+        decode.wait_for(f"d-{name}", Outcome.RECEIVED, Outcome.RELEASED)
+        prefill.wait_for(f"p-{name}", Outcome.SENT, Outcome.RELEASED)
+    assert len(learnt) == 1
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,26 @@ def test_a_slower_wire_is_learnt() -> None:
     assert abs(chooser.costs.wire_s * PROMPT - 0.1) < 0.002
 
 
+def test_what_a_crowd_has_suffered_does_not_send_a_lone_one_the_slow_way() -> None:
+    """As on two GPUs: a burst of prompts shared four slots, two parcels took a second, and from
+    then on every scattered prompt went directly, in ten times the time."""
+    chooser = PathChooser(PathPolicy.AUTO, GPU)
+    for _ in range(50):
+        chooser.learn_packed(2, 224 * MIB, 1.0)
+    assert chosen(chooser, 57_344, 14, PROMPT) is TransferPath.PACKED
+
+
+def test_a_path_that_is_not_taken_is_tried_again_in_the_end() -> None:
+    chooser = PathChooser(PathPolicy.AUTO, GPU)
+    pieces = 5000
+    assert chosen(chooser, pieces, 14, PROMPT) is TransferPath.PACKED
+    for _ in range(50):
+        chooser.learn_packed(2, 224 * MIB, 1.0)
+    choices = [chosen(chooser, pieces, 14, PROMPT) for _ in range(100)]
+    assert choices[0] is TransferPath.DIRECT
+    assert choices[-1] is TransferPath.PACKED
+
+
 @given(
     st.lists(
         st.tuples(

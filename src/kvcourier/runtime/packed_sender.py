@@ -60,6 +60,7 @@ class StreamResult:
         post_s: seconds spent in the transport's post calls.
         num_parcels: of the whole transfer.
         num_bytes: of the whole transfer.
+        alone: no other stream of ours was open meanwhile, so the time is its own.
     """
 
     command: PostWrite
@@ -69,6 +70,7 @@ class StreamResult:
     post_s: float
     num_parcels: int
     num_bytes: int
+    alone: bool
 
 
 class _SlotPair(NamedTuple):
@@ -96,6 +98,7 @@ class _Stream:
     opened_at: float
     tables: LoadedTables | None = None
     post_s: float = 0.0
+    alone: bool = True
     gathers: dict[int, Ticket] = field(default_factory=dict)
     writes: dict[int, _Writing] = field(default_factory=dict)
 
@@ -185,6 +188,9 @@ class PackedSender:
             self._clock(),
         )
         self._streams[stream] = record
+        if len(self._streams) > 1:
+            for each in self._streams.values():
+                each.alone = False
         self._do(
             self._core.open(stream, command.peer, len(parts), peer_staging.num_slots, self._clock())
         )
@@ -341,5 +347,6 @@ class PackedSender:
                 stream.post_s,
                 len(stream.parcels),
                 stream.num_bytes,
+                stream.alone,
             )
         )

@@ -19,6 +19,14 @@ from kvcourier.layout.geometry import MemoryKind
 _WEIGHT = 0.25
 """Of a new measurement; the rest is what was known before."""
 
+_MOST_FACTOR = 8.0
+"""How far the costs of our own work may be learnt away from their first guess. Whatever a crowd of
+transfers has suffered, the next one alone must not be sent the slow way for it."""
+
+_FORGET = 0.05
+"""How much of its first guess comes back to the path that was not taken, with every choice: a cost
+that keeps a path from being taken would never be measured again."""
+
 _MEASURABLE_S = 0.004
 """What a wire must be expected to take for its time to be learnt: the end of an operation is seen
 up to a millisecond late."""
@@ -75,22 +83,32 @@ class PathChooser:
         """The path, and what both are expected to take in seconds."""
         estimates = self.costs.estimate(pieces, parcels, num_bytes)
         if self._policy is PathPolicy.AUTO:
-            return min(estimates, key=lambda path: estimates[path]), estimates
+            path = min(estimates, key=lambda path: estimates[path])
+            self._forget("turn_s" if path is TransferPath.DIRECT else "post_s")
+            return path, estimates
         return TransferPath(self._policy.value), estimates
 
     def learn_direct(self, pieces: int, num_bytes: int, post_s: float, total_s: float) -> None:
         """A direct transfer took so long, of which posting took `post_s`."""
-        self._learn("post_s", post_s / pieces)
+        self._learn_work("post_s", post_s / pieces)
         # What few bytes take is latency, and while many pieces are posted the first ones move.
         wire_s = total_s - post_s
         if num_bytes * self._guess.wire_s > _MEASURABLE_S and wire_s > post_s:
             self._learn("wire_s", wire_s / num_bytes)
 
     def learn_packed(self, parcels: int, num_bytes: int, total_s: float) -> None:
-        """A packed transfer took so long."""
+        """A packed transfer that shared no slots with others took so long."""
         costs = self.costs
         moved_s = costs.open_s + num_bytes * (costs.copy_s + costs.wire_s)
-        self._learn("turn_s", max(0.0, total_s - moved_s) / parcels)
+        self._learn_work("turn_s", max(0.0, total_s - moved_s) / parcels)
+
+    def _learn_work(self, name: str, value: float) -> None:
+        guess: float = getattr(self._guess, name)
+        self._learn(name, min(max(value, guess / _MOST_FACTOR), guess * _MOST_FACTOR))
+
+    def _forget(self, name: str) -> None:
+        known, guess = getattr(self.costs, name), getattr(self._guess, name)
+        self.costs = replace(self.costs, **{name: known + _FORGET * (guess - known)})
 
     def _learn(self, name: str, value: float) -> None:
         known: float = getattr(self.costs, name)

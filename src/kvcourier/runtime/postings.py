@@ -252,9 +252,10 @@ class Postings:
                 Operation.WRITE, result.post_s, result.num_bytes, result.num_parcels
             )
             self._observer.completed(Operation.WRITE, result.seconds)
-            self._chooser(command).learn_packed(
-                result.num_parcels, result.num_bytes, result.seconds
-            )
+            if result.alone:
+                self._chooser(command).learn_packed(
+                    result.num_parcels, result.num_bytes, result.seconds
+                )
             return [TransferCompleted(command.operation_id)]
         if result.reason.startswith(NO_STAGING) and not _is_anew(command):
             _log.info("%s: %s; the direct path is taken", command.peer, result.reason)
