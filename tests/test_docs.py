@@ -342,6 +342,15 @@ def test_the_table_of_chaos_is_what_was_measured() -> None:
         assert each.case.what != "kill" or (each.known_s or 0) <= 0.3, each
 
 
+def test_packed_figures_are_what_was_measured() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "gpu" / "results" / "packed.json").read_text())
+    told = {row[0]: row[1] for row in table_rows(section(DOCS / "packed.md", "What it gains"))}
+    best = min(measured["all_ms"]["packed"])
+    assert told["direct, 1 UCX thread"] == f"{measured['direct_1thread_ms']:.1f}"
+    assert told["direct, 4 UCX threads"] == f"{measured['direct_4threads_ms']:.1f}"
+    assert told["packed"] == f"{measured['packed_ms']:.1f} (best {best:.1f})"
+
+
 # Words.
 
 
