@@ -305,6 +305,17 @@ def test_benchmark_tables_are_what_was_measured(name: str) -> None:
     assert sorted(table_rows(told)[1:]) == sorted(map(cells, measured))
 
 
+def test_ablation_tables_and_plots_are_what_was_measured() -> None:
+    ablation = runpy.run_path(str(DOCS / "ablation.py"))
+    files = ablation["files"]()
+    assert len(files) > 1, "no result of `kvcourier bench ablate` is kept"
+    for path, text in files.items():
+        assert path.read_text() == text, f"{path.name}: run `python docs/ablation.py`"
+    for name in ablation["RESULTS"]:
+        page = (DOCS / "ablation.md").read_text()
+        assert page.count(f"<!-- {name}:begin -->") == page.count(f"<!-- {name}:end -->") == 1
+
+
 # Failures.
 
 
