@@ -34,7 +34,9 @@ def settings(
     **shape: Any,
 ) -> InstanceSettings:
     """An instance with blocks of 4 tokens, direct transfers and short steps."""
-    engine = EngineSettings(max_batch_tokens, step_s, 0.0001, granularity, policy)
+    engine = EngineSettings(
+        max_batch_tokens, step_s, 0.0001, granularity=granularity, load_policy=policy
+    )
     return InstanceSettings(Shape(**shape), engine, staging)
 
 

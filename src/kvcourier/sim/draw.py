@@ -6,7 +6,7 @@ Decides how often what is drawn. Refuses to know what follows from it.
 import random
 from collections.abc import Callable
 
-from kvcourier.config import Granularity, PathPolicy, StagingConfig, TransferMode
+from kvcourier.config import Binding, Granularity, PathPolicy, StagingConfig, TransferMode
 from kvcourier.layout import CacheLayout
 from kvcourier.sim.engine import EngineSettings, LoadPolicy
 from kvcourier.sim.faults import (
@@ -88,8 +88,9 @@ def _instance(
             num_layers=num_layers,
         ),
         engine=EngineSettings(
-            max_batch_tokens=chance.choice((8, 16, 64)),
+            max_batch_tokens=chance.choice((8, 8, 16, 64)),
             step_s=chance.choice((0.003, 0.02)),
+            device_lag_s=chance.choice((0.0, 0.0, 0.015)),
             granularity=chance.choice(tuple(Granularity)),
             load_policy=chance.choice(tuple(LoadPolicy)),
         ),
@@ -111,6 +112,7 @@ def _asks(
             Ask(
                 at=chance.choice(bursts) + chance.uniform(0.0, 0.1),
                 mode=chance.choice(tuple(TransferMode)),
+                binding=chance.choice((None, None, *Binding)),
                 prefill=chance.choice([p for p in places if p.startswith("p")]),
                 decode=chance.choice([p for p in places if p.startswith("d")]),
                 prompt=tuple(stem + tail),
@@ -244,6 +246,15 @@ def _restart_while_registered(
     ]
 
 
+def _preempt_prefill(chance: random.Random, places: list[str], asks: list[Ask]) -> list[Fault]:
+    """P loses a prompt's blocks while it computes it, perhaps more than once."""
+    ask = chance.choice(asks)
+    return [
+        Preempt(place=ask.prefill, at=ask.at + chance.uniform(0.004, 0.12))
+        for _ in range(chance.choice((1, 1, 2)))
+    ]
+
+
 def _queue_on_decode(chance: random.Random, places: list[str], asks: list[Ask]) -> list[Fault]:
     """D is short of blocks, so that leases are renewed for long, and P is never told of one."""
     number = chance.randrange(len(asks))
@@ -325,6 +336,8 @@ _INCIDENTS: tuple[_Incident, ...] = (
     *map(_alone, _ALONE),
     _restart_while_registered,
     _restart_while_registered,
+    _preempt_prefill,
+    _preempt_prefill,
     _queue_on_decode,
     _queue_on_decode,
     _abort_while_stuck,

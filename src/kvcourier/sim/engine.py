@@ -41,11 +41,14 @@ class EngineSettings:
     Attributes:
         step_s: duration of a step without its tokens.
         token_s: what each token of a step adds.
+        device_lag_s: after which the KV of a step that is over is there, as on a GPU that still
+            computes; 0: at once.
     """
 
     max_batch_tokens: int = 16
     step_s: float = 0.004
     token_s: float = 0.0005
+    device_lag_s: float = 0.0
     granularity: Granularity = Granularity.CHUNK
     load_policy: LoadPolicy = LoadPolicy.FAIL
 
@@ -72,6 +75,7 @@ class SimEngine:
 
     Args:
         on_report: shown every report of the endpoint.
+        wake_couriers: has them look whether what they wait for is computed.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class SimEngine:
         scheduler: SimScheduler,
         settings: EngineSettings,
         on_report: Callable[[Report], None],
+        wake_couriers: Callable[[], None],
     ) -> None:
         self.scheduler = scheduler
         self.is_stopped = False
@@ -93,10 +98,12 @@ class SimEngine:
         self._memory = memory
         self._settings = settings
         self._on_report = on_report
+        self._wake_couriers = wake_couriers
         self._live: dict[str, _Live] = {}
         self._num_arrived = 0
         self._is_stepping = False
         self._is_woken = False
+        self._preempts_next = False
         self._aborts: list[str] = []
         self._has_reports = False
 
@@ -151,11 +158,17 @@ class SimEngine:
         self.wake()
 
     def preempt(self) -> None:
-        """Take the youngest running sequence's blocks away, now."""
+        """Take the youngest running sequence's blocks away; if none runs, in the middle of the next
+        step that goes on with one."""
+        self._preempts_next = not self.scheduler.running
         if self.scheduler.running:
             self.scheduler.preempt(max(self.scheduler.running, key=lambda each: each.arrival))
             self._roll_back()
             self.wake()
+
+    def calm(self) -> None:
+        """Nobody is preempted any more for want of another reason."""
+        self._preempts_next = False
 
     def report_ready(self) -> None:
         """The endpoint has something to tell."""
@@ -193,6 +206,8 @@ class SimEngine:
         )
         for chunk in chunks:
             self._tell(chunk.sequence, chunk.start)
+        if self._preempts_next and any(chunk.start for chunk in chunks):
+            self._timeline.after(0.7 * seconds, self.preempt)
         if self._settings.granularity is Granularity.LAYER:
             self._timeline.after(seconds / 2, lambda: self._halfway(chunks, preempted))
         self._timeline.after(seconds, lambda: self._end_step(chunks, preempted))
@@ -204,7 +219,8 @@ class SimEngine:
         layers = self._memory.shape.num_layers // 2
         for chunk in self._standing(chunks, preempted):
             sequence = chunk.sequence
-            if sequence.is_held and chunk.stop == sequence.num_prompt and layers:
+            is_awaited = self._endpoint.is_awaited(RequestId(sequence.request_id))
+            if is_awaited and chunk.stop == sequence.num_prompt and layers:
                 self._write(chunk, layers)
                 sequence.num_told = max(sequence.num_told, 1)
                 self._endpoint.advance_prefill(
@@ -212,6 +228,7 @@ class SimEngine:
                     [self._blocks(sequence, chunk.stop)],
                     chunk.stop,
                     range(layers),
+                    ready=self._written(),
                 )
 
     def _end_step(self, chunks: Sequence[Chunk], preempted: Sequence[int]) -> None:
@@ -266,8 +283,20 @@ class SimEngine:
         if num_tokens > sequence.num_told:
             sequence.num_told = num_tokens
             self._endpoint.advance_prefill(
-                RequestId(sequence.request_id), [self._blocks(sequence, num_tokens)], num_tokens
+                RequestId(sequence.request_id),
+                [self._blocks(sequence, num_tokens)],
+                num_tokens,
+                ready=self._written(),
             )
+
+    def _written(self) -> Callable[[], bool] | None:
+        """Whether the device has computed what it was given so far; None where it has."""
+        lag_s = self._settings.device_lag_s
+        if not lag_s:
+            return None
+        at = self._timeline.now + lag_s
+        self._timeline.at(at, self._wake_couriers)
+        return lambda: self._timeline.now >= at
 
     def _roll_back(self) -> None:
         for sequence in self.scheduler.take_preempted():

@@ -129,7 +129,8 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preempt:
-    """The youngest sequence that runs loses its blocks, in the middle of a step if one runs."""
+    """The youngest sequence that runs loses its blocks, in the middle of a step; the next one that
+    does, if none runs."""
 
     place: str
     at: float

@@ -188,8 +188,19 @@ class Instance:
             ),
         )
         reports = Reports()
+
+        def wake_couriers() -> None:
+            for driver in drivers.values():
+                driver.wake()
+
         engine = SimEngine(
-            self._timeline, endpoint, memory, scheduler, self._settings.engine, reports.took
+            self._timeline,
+            endpoint,
+            memory,
+            scheduler,
+            self._settings.engine,
+            reports.took,
+            wake_couriers,
         )
         endpoint.start(engine.report_ready)
         owned = Owned(self.place, memory, pool, engine.grants, scheduler.num_preempted)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcourier.config import Limits, TransferMode
+from kvcourier.config import USUAL_BINDING, Binding, Limits, TransferMode
 from kvcourier.core.params import parse_params
 from kvcourier.errors import ParamsError
 from kvcourier.sim.content import next_token, prefix_hashes
@@ -28,6 +28,7 @@ class Ask:
     """What a client wants, and who is to serve it.
 
     Attributes:
+        binding: whether D is told before P has answered; None leaves it to the mode.
         leg_gap_s: how much later D's leg sets out than it could.
     """
 
@@ -36,9 +37,15 @@ class Ask:
     prefill: str
     decode: str
     prompt: tuple[int, ...]
+    binding: Binding | None = None
     max_tokens: int = 2
     leg_gap_s: float = 0.0
     with_transfer_id: bool = True
+
+    @property
+    def is_early(self) -> bool:
+        """Whether both legs set out at once."""
+        return (self.binding or USUAL_BINDING[self.mode]) is Binding.EARLY
 
 
 class Ending(enum.StrEnum):
@@ -121,7 +128,7 @@ class Router:
         self.dispatches.append(dispatch)
         prefill = {"do_remote_decode": True, **self._transfer_id(dispatch)}
         self._hop(lambda: self._start_prefill(dispatch, prefill))
-        if ask.mode is TransferMode.PUSH and not is_forgotten:
+        if ask.is_early and not is_forgotten:
             life = self._instances[ask.prefill].life
             if life is None:
                 self._end(dispatch, Ending.FAILED, "no prefill instance")
@@ -137,6 +144,8 @@ class Router:
                 "remote_request_id": prefill_request(dispatch.number),
                 **self._transfer_id(dispatch),
             }
+            if ask.mode is TransferMode.PULL:
+                coordinates["transfer_mode"] = ask.mode.value
             self._hop(lambda: self._start_decode(dispatch, coordinates), ask.leg_gap_s)
         return dispatch
 
@@ -204,11 +213,15 @@ class Router:
             dispatch.prefill.answered = True
         if answer.error:
             self._fail(dispatch, f"prefill: {answer.error}")
-        elif dispatch.ask.mode is TransferMode.PULL and not dispatch.is_forgotten:
-            params = dispatch.params = answer.params or {}
-            self._hop(lambda: self._start_decode(dispatch, params), dispatch.ask.leg_gap_s)
         elif dispatch.is_forgotten:
             self._fail(dispatch, "the router has died")
+        elif not dispatch.ask.is_early:
+            params = dict(answer.params or {})
+            if dispatch.ask.mode is TransferMode.PUSH:
+                # Without block ids D cannot READ, so it registers, and P writes at once.
+                params |= {"remote_block_ids": None, "transfer_mode": dispatch.ask.mode.value}
+            dispatch.params = params
+            self._hop(lambda: self._start_decode(dispatch, params), dispatch.ask.leg_gap_s)
 
     def _on_decode(self, dispatch: Dispatch, answer: Answer) -> None:
         if dispatch.decode is not None:

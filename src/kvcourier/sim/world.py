@@ -129,6 +129,9 @@ class World:
     def settle(self) -> None:
         """End the faults; when all deadlines have passed, I1, I3 and I4 must hold."""
         self.network.heal()
+        for instance in self.instances.values():
+            if instance.life is not None:
+                instance.life.engine.calm()
         timing = self.plan.timing
         longest = timing.hold_limit_s + timing.push_registration_timeout + timing.transfer_timeout_s
         for _ in self.router.dispatches:
