@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcourier.config import TransferMode
+from kvcourier.config import Binding, TransferMode
 from kvcourier.ids import RequestId
 from kvcourier.router.attempt import Attempt, ClientCall
 from kvcourier.router.config import Timeouts
@@ -75,6 +75,7 @@ async def test_a_leg_that_is_cancelled_before_it_begins_leaves_nothing_behind():
         {"prompt": "x", "max_tokens": 1},
         (),
         TransferMode.PULL,
+        Binding.LATE,
         RequestId("r"),
         receive=None,
         send=None,
