@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from kv_content import touched_blocks, write_prompt, wrong_cells
+from kvcourier.allow_list import AllowList
 from kvcourier.config import (
     CourierConfig,
     EndpointConfig,
@@ -50,6 +51,7 @@ class Rig:
         port: int = 0,
         staging: StagingConfig = DIRECT,
         posting: Posting = Posting.THREAD,
+        allowed_peers: AllowList | None = None,
         rank_caches: Mapping[Rank, tuple[RankCache, list[Buffer]]] | None = None,
         **model: object,
     ) -> None:
@@ -68,6 +70,7 @@ class Rig:
                 side_channel_port=port,
                 timing=timing or Timing(),
                 courier=CourierConfig(staging=staging),
+                allowed_peers=allowed_peers,
             ),
             [cache for cache, _ in self.rank_caches.values()],
             transport_factory,

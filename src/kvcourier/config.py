@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvcourier.allow_list import AllowList
 from kvcourier.errors import ConfigError
 from kvcourier.ids import EngineId
 
@@ -264,6 +265,7 @@ class EndpointConfig:
             peers must have the same text.
         side_channel_host: address to listen at, also told to peers.
         side_channel_port: port of the handshake server; 0 takes a free one.
+        allowed_peers: instances that may be connected to and may register; None: all.
     """
 
     engine_id: EngineId
@@ -275,6 +277,7 @@ class EndpointConfig:
     timing: Timing = field(default_factory=Timing)
     limits: Limits = field(default_factory=Limits)
     courier: CourierConfig = field(default_factory=CourierConfig)
+    allowed_peers: AllowList | None = None
 
 
 def side_channel_address(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
+from kvcourier.allow_list import AllowList
 from kvcourier.cli.serve import Dtype, Granularity, LoadFailurePolicy, Role
 from kvcourier.config import (
     MIB,
@@ -60,6 +61,7 @@ class InstanceSettings:
     side_channel_host: str | None
     side_channel_port: int | None
     dp_rank: int
+    allowed_peers: AllowList | None
     nixl_backends: tuple[str, ...]
     nixl_threads: int
     path: PathPolicy
@@ -133,6 +135,7 @@ def make_endpoint_config(settings: InstanceSettings) -> EndpointConfig:
         modes=settings.kv_modes,
         side_channel_host=host,
         side_channel_port=port,
+        allowed_peers=settings.allowed_peers,
         timing=timing_of(
             settings.kv_lease_duration,
             settings.push_registration_timeout,

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from kvcourier.allow_list import parse_allow_list
 from kvcourier.cli.config_file import ConfigFile
 from kvcourier.config import MIB, CourierConfig, PathPolicy, Posting, Timing, TransferMode
 from kvcourier.errors import ConfigError
@@ -133,6 +134,14 @@ def serve(
         ),
     ] = None,
     dp_rank: Annotated[int, typer.Option(min=0, help="Data-parallel index.")] = 0,
+    allow_peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST|HOST:PORT|NETWORK/BITS",
+            help="Instances to exchange KV with, by their side channel's address; repeatable. "
+            "Default: all.",
+        ),
+    ] = None,
     nixl_backend: Annotated[
         list[str] | None,
         typer.Option(help="UCX, LIBFABRIC, ...; repeatable, in order of preference. Default: UCX."),
@@ -261,6 +270,7 @@ def serve(
             side_channel_host=side_channel_host,
             side_channel_port=side_channel_port,
             dp_rank=dp_rank,
+            allowed_peers=parse_allow_list(allow_peer, "--allow-peer") if allow_peer else None,
             nixl_backends=tuple(nixl_backend or _COURIER.backends),
             nixl_threads=nixl_threads,
             path=path,

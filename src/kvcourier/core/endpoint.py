@@ -12,6 +12,7 @@ back; only differences matter.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvcourier.allow_list import AllowList
 from kvcourier.config import Limits, Timing
 from kvcourier.core.commands import Command
 from kvcourier.core.events import (
@@ -76,6 +77,7 @@ class Endpoint:
         timing: every duration of the protocol.
         limits: bounds on what peers may send and make us keep.
         prefers_write: whether what a READ would move should rather be written by its holder.
+        allowed_peers: instances that we may have to do with; None: all.
     """
 
     def __init__(
@@ -86,10 +88,11 @@ class Endpoint:
         timing: Timing,
         limits: Limits,
         prefers_write: WritePreference = lambda command: False,
+        allowed_peers: AllowList | None = None,
     ) -> None:
         self.me = me
         self.quarantine_limit_s = timing.quarantine_limit_s
-        self._space = Workspace(me, geometries, timing, limits)
+        self._space = Workspace(me, geometries, timing, limits, allowed_peers)
         self._holder = Holder(self._space)
         self._wanter = Wanter(self._space, address, prefers_write)
         self._heartbeats = Heartbeats(self._space, self._wanter, address)

@@ -180,6 +180,8 @@ class Holder:
             self._deliveries.repeat_answer(known)
             return
         problem = _problem(message)
+        if not self._space.allows(registration.address):
+            problem = self._space.refuse_peer(registration.address)
         if registration.key in self._cancelled:
             # The two come by different ways, so a cancel can overtake what it cancels; its
             # blocks are somebody else's by now.
@@ -379,7 +381,7 @@ class Holder:
         )
         peer = self._use_peer(registration)
         if peer is None:
-            self._deliveries.fail(delivery, "too many peers")
+            self._deliveries.fail(delivery, self._space.refuse_peer(registration.address))
         else:
             self._space.watch(registration.address)
             self._deliveries.advance(delivery)
@@ -396,7 +398,7 @@ class Holder:
             return
         peer = self._use_peer(registration)
         if peer is None:
-            self._deliveries.refuse(registration, "too many peers")
+            self._deliveries.refuse(registration, self._space.refuse_peer(registration.address))
             return
         if registration.key not in self._waiting:
             self._space.set_timer(
@@ -423,6 +425,8 @@ class Holder:
         if self._space.use_peer(address, hold.request_id, mode) is not None:
             hold.awaited_by[peer] = address
             self._space.watch(address)
+        elif not self._space.allows(address):
+            self._space.refuse_peer(address)
 
     def _has_yet_to_begin(self, name: HoldName) -> bool:
         """Whether it names a hold of this life that our engine has not told us of yet."""

@@ -385,7 +385,7 @@ class Wanter:
             # The early connection had failed or was given up: one more try, now that it matters.
             peer = self._space.use_peer(want.address, want.request_id, want.mode)
             if peer is None:
-                self._end(want, Outcome.RECEIVE_FAILED, "too many peers")
+                self._end(want, Outcome.RECEIVE_FAILED, self._space.refuse_peer(want.address))
         elif peer.state is PeerState.CONNECTED:
             self._on_connected(want, peer)
 

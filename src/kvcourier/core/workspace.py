@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from kvcourier.allow_list import AllowList
 from kvcourier.config import Limits, Timing, TransferMode
 from kvcourier.core.commands import Command, Connect, Disconnect, SendMessage, Tell
 from kvcourier.core.deadlines import Deadlines
@@ -36,6 +37,7 @@ class Counted(enum.StrEnum):
     PEERS_LOST = "peers_lost"
     PEERS_SILENT = "peers_silent"
     PEERS_PROBED = "peers_probed"
+    PEERS_NOT_ALLOWED = "peers_not_allowed"
 
 
 class TimerKind(enum.Enum):
@@ -66,12 +68,14 @@ class Workspace:
         geometries: Mapping[Rank, GroupGeometries],
         timing: Timing,
         limits: Limits,
+        allowed_peers: AllowList | None = None,
     ) -> None:
         self.me = me
         self.sender: SenderFields = sender_fields(me)
         self.geometries = geometries
         self.timing = timing
         self.limits = limits
+        self._allowed_peers = allowed_peers
         self.now = 0.0
         self.timers: Deadlines[tuple[TimerKind, Any]] = Deadlines()
         self.flights: FlightTable[Owner] = FlightTable()
@@ -124,9 +128,12 @@ class Workspace:
     def use_peer(
         self, address: InstanceAddress, user: RequestId, mode: TransferMode
     ) -> Peer | None:
-        """The peer at this address, connecting if it is new; None if the table is full."""
+        """The peer at this address, connecting if it is new; None if it is not allowed, or the
+        table is full. Nothing else begins a connection."""
         peer = self.peers.get(address)
         if peer is None:
+            if not self.allows(address):
+                return None
             peer = self.peers.add(address)
             if peer is None:
                 return None
@@ -135,6 +142,18 @@ class Workspace:
         peer.users.add(user)
         self.cancel_timer(TimerKind.PEER_IDLE, address)
         return peer
+
+    def allows(self, address: InstanceAddress) -> bool:
+        """Whether we may have to do with whoever listens there."""
+        allowed = self._allowed_peers
+        return allowed is None or allowed.allows(address.host, address.port)
+
+    def refuse_peer(self, address: InstanceAddress) -> str:
+        """Why `use_peer` gives none, counted."""
+        if self.allows(address):
+            return "too many peers"
+        self.counts[Counted.PEERS_NOT_ALLOWED] += 1
+        return f"{address} is not among the peers that {self.me.engine_id} allows"
 
     def watch(self, address: InstanceAddress) -> None:
         """Some transfer waits for this peer from now on; see `core.watch`."""

@@ -190,6 +190,7 @@ _HELP = {
     "peers_lost": "Peers that went away or were replaced.",
     "peers_silent": "Peers whose transfers failed because they gave no sign of life.",
     "peers_probed": "Closer looks at a peer that was silent, or whose connection broke.",
+    "peers_not_allowed": "Peers refused because the allow-list does not name them.",
     "holds": "Prompts held for somebody.",
     "wants": "Requests waiting for somebody's KV.",
     "waiting_registrations": "Registrations whose prompt has not come yet.",

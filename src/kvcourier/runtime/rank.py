@@ -65,6 +65,7 @@ def open_rank(
             config.limits,
             # Asked only once the courier runs.
             lambda command: courier.prefers_write(command),
+            config.allowed_peers,
         ),
         cache,
         transport,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvcourier.allow_list import AllowList, parse_allow_list
 from kvcourier.config import (
     MIB,
     SIDE_CHANNEL_PORT_VARIABLE,
@@ -61,6 +62,7 @@ _KNOWN_KEYS = frozenset(
         "staging_mib",
         "staging_slot_mib",
         "granularity",
+        "allowed_peers",
         "log_stories",
     }
 )
@@ -133,6 +135,7 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
             model=vllm_config.model_config.model,
             side_channel_host=host,
             side_channel_port=port,
+            allowed_peers=_allowed_peers(extra),
             timing=timing,
             courier=CourierConfig(
                 backends=tuple(backends),
@@ -174,6 +177,16 @@ def _staging(extra: Mapping[str, Any], transfer: Any, default: StagingConfig) ->
         receive_bytes=size if transfer.is_kv_consumer else 0,
         slot_bytes=_mib(extra, "staging_slot_mib", default.slot_bytes),
     )
+
+
+def _allowed_peers(extra: Mapping[str, Any]) -> AllowList | None:
+    """The allow-list, if there is one; an empty one allows nobody."""
+    setting, entries = "kv_connector_extra_config.allowed_peers", extra.get("allowed_peers")
+    if entries is None:
+        return None
+    if not isinstance(entries, list) or not all(map(_is_text, entries)):
+        raise ConfigError(f"{setting}: expected a list of texts, found {entries!r}")
+    return parse_allow_list(entries, setting)
 
 
 def _choice(extra: Mapping[str, Any], key: str, default: E) -> E:

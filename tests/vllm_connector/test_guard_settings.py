@@ -1,0 +1,26 @@
+"""The keys of `kv_connector_extra_config` that guard an instance."""
+
+import pytest
+
+from kvcourier.errors import ConfigError
+from kvcourier.vllm_connector.settings import _allowed_peers
+
+
+def test_without_a_list_everybody_is_allowed_and_an_empty_one_allows_nobody():
+    assert _allowed_peers({}) is None
+    nobody = _allowed_peers({"allowed_peers": []})
+    assert nobody is not None
+    assert not nobody.allows("127.0.0.1", 5600)
+
+
+def test_a_list_allows_what_it_names():
+    allowed = _allowed_peers({"allowed_peers": ["p1", "10.0.0.0/8"]})
+    assert allowed is not None
+    assert allowed.allows("10.1.2.3", 1)
+    assert not allowed.allows("p2", 1)
+
+
+@pytest.mark.parametrize("entries", ["p1", [1], [""], {"p1": 1}, ["a:b:c"], True])
+def test_what_is_no_list_stops_the_start_by_name(entries):
+    with pytest.raises(ConfigError, match=r"^kv_connector_extra_config\.allowed_peers: expected"):
+        _allowed_peers({"allowed_peers": entries})
