@@ -1,8 +1,10 @@
 """How often a courier looks."""
 
 from kvcourier.config import CourierConfig
+from kvcourier.ids import EngineId, Incarnation, PeerRank, Rank
 from kvcourier.runtime.attention import LOOK_OFTEN_S, Attention
 
+PEER, OTHER = (PeerRank(EngineId(x), Incarnation("1"), Rank(0, 0)) for x in "po")
 CONFIG = CourierConfig(poll_busy_s=0.001, poll_idle_s=0.02, poll_stream_s=0.0002)
 
 
@@ -27,10 +29,23 @@ def test_the_pause_follows_from_what_is_under_way() -> None:
 def test_a_nudge_makes_it_look_often_for_a_while() -> None:
     attention = Attention(CONFIG)
     attention.on_look(5.0)
-    attention.on_nudge(5.01)
+    attention.on_nudge(PEER, 5.01)
     assert next_pause(attention, 5.01) <= 0  # overdue, now that it is to look often
     attention.on_look(5.01)
     assert next_pause(attention, 5.01) == 0.001
     end = 5.01 + LOOK_OFTEN_S
     attention.on_look(end)
     assert next_pause(attention, end) == 0.02
+
+
+def test_what_has_arrived_ends_it_for_that_peer_alone() -> None:
+    """Else D would look a hundred times after each transfer, while it decodes."""
+    attention = Attention(CONFIG)
+    attention.on_look(5.0)
+    for peer in (PEER, OTHER):
+        attention.on_nudge(peer, 5.0)
+    attention.on_arrival(PEER)
+    assert next_pause(attention, 5.0) == 0.001
+    attention.on_arrival(OTHER)
+    assert next_pause(attention, 5.0) == 0.02
+    attention.on_arrival(OTHER)

@@ -40,7 +40,8 @@ def packed():
 
 def posted(rig, name):
     """The story's entries of what was posted."""
-    return [entry for entry in rig.endpoint.story(name) if entry["what"] == "posted"]
+    story = rig.endpoint.story(name) or ()
+    return [entry for entry in story if entry["what"] == "posted"]
 
 
 def received(prefill, decode, name):

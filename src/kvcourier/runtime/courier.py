@@ -443,7 +443,7 @@ class Courier:
             case GrantSlots() | RefuseStream():
                 self._postings.on_message(message)
             case Nudge():
-                self._attention.on_nudge(self._clock())
+                self._attention.on_nudge(message.sender.peer(), self._clock())
             case OpenStream() | CloseStream():
                 self._receiver.on_message(message)
             case _:
@@ -472,6 +472,7 @@ class Courier:
         if known_as_another or unknown_writer:
             self._drop_foreign(message)
             return
+        self._attention.on_arrival(message.sender.peer())
         match message:
             case Parcel():
                 self._receiver.on_message(message)

@@ -8,6 +8,7 @@ A courier owns its `SideChannel` and calls it from its own thread only, except `
 """
 
 import logging
+import math
 import os
 import threading
 import time
@@ -170,7 +171,7 @@ class SideChannel:
         if timeout_s is not None and 0 < timeout_s < 0.001:
             time.sleep(timeout_s)
             timeout_s = 0.0
-        timeout_ms = None if timeout_s is None else int(timeout_s * 1000)
+        timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
         ready = dict(self._poller.poll(timeout_ms))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
