@@ -55,6 +55,10 @@ class World:
     def plan(self, operation: Operation, fate: Fate) -> None:
         self.network.fault_plan = lambda item: fate if item.operation is operation else Fate.DELIVER
 
+    def plan_all(self, fate: Fate) -> None:
+        """Of whatever is tried, as a transfer that has failed is repaired if it can."""
+        self.network.fault_plan = lambda item: fate if item.operation else Fate.DELIVER
+
     def heal(self) -> None:
         self.network.fault_plan = lambda item: Fate.DELIVER
 

@@ -205,7 +205,7 @@ def test_a_parcel_that_comes_after_an_abort_touches_no_block(packed):
 
 def test_a_write_that_fails_is_told_and_the_slots_come_back(packed):
     prefill, decode = packed.pair()
-    packed.plan(Operation.WRITE, Fate.FAIL)
+    packed.plan_all(Fate.FAIL)
     transfer(prefill, decode, "push", "x")
     assert failure(decode, "d-x")
     packed.heal()

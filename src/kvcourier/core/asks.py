@@ -48,6 +48,7 @@ class Asks:
                     first_token=want.span.start,
                     num_tokens=len(want.span),
                     consumers=_pairs(link),
+                    epoch=link.asked_epoch,
                     reads=want.reads,
                 ),
             )
@@ -85,7 +86,13 @@ class Asks:
         Over the side channel, which outlives a broken data path; and over the data path, where a
         peer that is dead is known at once.
         """
-        message = Cancel(self._space.sender, _name(want, link), want.request_id, _pairs(link))
+        message = Cancel(
+            self._space.sender,
+            _name(want, link),
+            want.request_id,
+            _pairs(link),
+            link.asked_epoch,
+        )
         self._space.send(link.peer, message)
         self._space.emit(SendNotification(link.peer, want.address, message))
 

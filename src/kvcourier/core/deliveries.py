@@ -136,7 +136,7 @@ class Deliveries:
     def repeat_answer(self, delivery: Delivery) -> None:
         """The same registration again: its answer was lost, or is still to come."""
         if delivery.state is DeliveryState.FAILED:
-            self.refuse(delivery.registration, delivery.reason)
+            self._send(delivery.registration, delivery.reason, held=_is_held(delivery), quiet=True)
         elif delivery.state is DeliveryState.OFFERED:
             self.offer(delivery)
         elif delivery.acknowledged:
@@ -281,7 +281,7 @@ class Deliveries:
     def _send_fail(self, delivery: Delivery, *, quiet: bool, held: bool | None = None) -> None:
         registration = delivery.registration
         self._note(delivery, "delivery_failed", to=str(registration.peer), reason=delivery.reason)
-        still_held = delivery.hold.state is HoldState.HELD if held is None else held
+        still_held = _is_held(delivery) if held is None else held
         self._send(registration, delivery.reason, held=still_held, quiet=quiet)
 
     def _send(self, registration: Registration, reason: str, *, held: bool, quiet: bool) -> None:
@@ -300,3 +300,9 @@ class Deliveries:
 
     def _note(self, delivery: Delivery, what: str, **details: object) -> None:
         self._space.note(RequestId(delivery.hold.request_id), what, **details)
+
+
+def _is_held(delivery: Delivery) -> bool:
+    """Whether its KV is there, or is still being computed, and may be asked for again."""
+    alive = delivery.hold.state in (HoldState.COMPUTING, HoldState.HELD)
+    return alive and not delivery.is_hopeless

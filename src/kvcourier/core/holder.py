@@ -176,6 +176,9 @@ class Holder:
         """A wanter's rank reserved blocks. Idempotent: it is sent again until acknowledged."""
         registration = Registration.of(message)
         known = self._by_delivery.get(registration.key)
+        if known is not None and message.epoch > known.registration.message.epoch:
+            self._serve_again(known, registration)
+            return
         if known is not None:
             self._deliveries.repeat_answer(known)
             return
@@ -279,6 +282,7 @@ class Holder:
                 self._drop_waiting(key)
                 self._deliveries.refuse(registration, reason)
         for delivery in self._deliveries_to(address):
+            delivery.is_hopeless = True
             self._deliveries.fail(delivery, reason)
 
     def on_peer_lost(self, address: InstanceAddress, incarnation: Incarnation, reason: str) -> None:
@@ -381,6 +385,23 @@ class Holder:
         )
         peer = self._use_peer(registration)
         if peer is None:
+            self._deliveries.fail(delivery, self._space.refuse_peer(registration.address))
+        else:
+            self._space.watch(registration.address)
+            self._deliveries.advance(delivery)
+
+    def _serve_again(self, failed: Delivery, registration: Registration) -> None:
+        """What has failed is asked for once more."""
+        hold, message = failed.hold, registration.message
+        alive = hold.state in (HoldState.COMPUTING, HoldState.HELD)
+        if failed.state is not DeliveryState.FAILED or not alive:
+            self._deliveries.refuse(registration, failed.reason or "it is not served again")
+            return
+        epoch = max(message.epoch, failed.epoch + 1)
+        delivery = Delivery(hold, registration, epoch=epoch)
+        hold.deliveries[registration.key] = self._by_delivery[registration.key] = delivery
+        self._space.note(hold.request_id, "registered_again", by=str(registration.peer))
+        if self._use_peer(registration) is None:
             self._deliveries.fail(delivery, self._space.refuse_peer(registration.address))
         else:
             self._space.watch(registration.address)

@@ -78,6 +78,7 @@ class Delivery:
         draining: writes of an older epoch are in flight; no other is posted meanwhile.
         told_computed: the wanter was told that prefill has finished, or will be by what was posted.
         reason: why it failed; nothing more is posted then.
+        is_hopeless: asking for it again would be in vain: its peer cannot be reached.
     """
 
     hold: "Hold"
@@ -89,6 +90,7 @@ class Delivery:
     draining: bool = False
     told_computed: bool = False
     reason: str = ""
+    is_hopeless: bool = False
 
     @property
     def owner(self) -> Owner:

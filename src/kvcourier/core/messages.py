@@ -164,8 +164,9 @@ class Held(Message, frozen=True, tag="held"):
 class Fail(Message, frozen=True, tag="fail"):
     """Holder to wanter: this prompt's KV will not be written.
 
-    `held`: the holder still keeps the blocks, so they could be READ. `quiet`: nothing of this
-    transfer is in flight, so the wanter's blocks cannot be touched any more; if false, `Fenced`
+    `held`: the holder still keeps the blocks, or computes them, so the wanter may register again,
+    in another epoch, to be written to once more or to READ. `quiet`: nothing of this transfer is in
+    flight, so the wanter's blocks cannot be touched any more; if false, `Fenced`
     follows when that is so.
     """
 

@@ -30,6 +30,7 @@ from kvcourier.core.messages import (
 from kvcourier.core.outcomes import Outcome, Side
 from kvcourier.core.params import PullIntent
 from kvcourier.core.peers import Peer, PeerState
+from kvcourier.core.repairs import Repairs
 from kvcourier.core.wants import Link, Offer, Want, WriteTarget
 from kvcourier.core.workspace import Counted, Owner, TimerKind, Workspace
 from kvcourier.errors import LocalProtocolError
@@ -63,6 +64,7 @@ class Wanter:
         self._space = space
         self._prefers_write = prefers_write
         self._asks = Asks(space, own_address)
+        self._repairs = Repairs(space, self._asks, self._read)
         self._wants: dict[RequestId, Want] = {}
         self.on_timer: Mapping[TimerKind, Callable[[Any], None]] = {
             TimerKind.WANT: self._on_overdue,
@@ -131,15 +133,17 @@ class Wanter:
     def on_registered(self, message: Registered) -> None:
         """A source rank has our registration."""
         want, link = self._match(message.sender.peer(), message.request_id)
-        if want is None or link is None or want.state is not WantState.REGISTERING:
+        if want is None or link is None or not want.registered or link.is_earlier(message.epoch):
             self._ignore()
             return
         link.acknowledged = True
-        if all(source.acknowledged for source in want.sources):
+        if not all(source.acknowledged for source in want.sources):
+            return
+        if want.state is WantState.REGISTERING:
             want.advance(WantEvent.ACKNOWLEDGED)
-            want.registered_at = self._space.now
-            self._space.cancel_timer(TimerKind.RESEND, want.request_id)
-            self._space.note(want.request_id, "registered")
+        want.registered_at = self._space.now
+        self._space.cancel_timer(TimerKind.RESEND, want.request_id)
+        self._space.note(want.request_id, "registered")
 
     def on_landed(self, message: Landed) -> None:
         """A tile was written. Anything but an expected tile of a live want is stale."""
@@ -227,20 +231,21 @@ class Wanter:
     def on_fail(self, message: Fail) -> None:
         """A source rank will not write."""
         want, link = self._match(message.sender.peer(), message.request_id)
-        if want is None or link is None:
+        if want is None or link is None or link.is_earlier(message.epoch):
             self._ignore()
             return
         if message.quiet:
             link.may_write = False
         if want.registered:
-            self._end(want, Outcome.RECEIVE_FAILED, message.reason)
+            if not self._repairs.go_on(want, link, message):
+                self._end(want, Outcome.RECEIVE_FAILED, message.reason)
         else:
             self._release_if_quiet(want)
 
     def on_fenced(self, message: Fenced) -> None:
         """A source rank has nothing in flight and will post nothing."""
         want, link = self._match(message.sender.peer(), message.request_id)
-        if want is None or link is None:
+        if want is None or link is None or link.is_earlier(message.epoch):
             self._ignore()
             return
         link.may_write = False
@@ -540,7 +545,7 @@ class Wanter:
 
     def _on_resend(self, request_id: RequestId) -> None:
         want = self._wants[request_id]
-        if want.state is WantState.REGISTERING:
+        if want.registered:
             self._space.counts[Counted.REGISTRATIONS_RESENT] += 1
             for link in want.sources:
                 if not link.acknowledged:

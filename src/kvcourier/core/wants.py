@@ -44,6 +44,7 @@ class Link:
         coverage: what has landed, per route (push).
         computed: prefill has finished there, so that what has landed is final (push).
         epoch: how often the prompt was computed anew there, as its writes say.
+        asked_epoch: epoch of our latest registration; answers to earlier ones mean nothing.
         may_write: whether it may still write into our blocks (push): from our registration until
             all has landed, it is fenced, or it is gone.
         acknowledged: it has our registration.
@@ -57,6 +58,7 @@ class Link:
     coverage: list[Coverage] = field(default_factory=list)
     computed: bool = False
     epoch: int = 0
+    asked_epoch: int = 0
     may_write: bool = False
     acknowledged: bool = False
     proven_until: float = -math.inf
@@ -65,6 +67,10 @@ class Link:
         """Nothing has landed, and all that is needed of `span` is to come."""
         self.computed = False
         self.coverage = [Coverage(each.layers, each.needed(span)) for each in self.routes]
+
+    def is_earlier(self, epoch: int) -> bool:
+        """Whether an answer of this epoch is to an earlier registration than our latest."""
+        return epoch < self.asked_epoch
 
     @property
     def covered(self) -> bool:
@@ -109,6 +115,8 @@ class Want:
     span: TokenSpan = _NOTHING
     written_to: bool = False
     num_connects: int = 0
+    num_repairs: int = 0
+    reads_instead: bool = False
     rechecked: bool = False
     registered_at: float = 0.0
     read_completed_at: float = 0.0
@@ -137,6 +145,8 @@ class Want:
     @property
     def reads(self) -> bool:
         """Whether we READ; else we are written to, in a pull as well if `written_to`."""
+        if self.reads_instead:
+            return True
         return self.mode is TransferMode.PULL and not self.written_to
 
     @property

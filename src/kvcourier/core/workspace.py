@@ -31,6 +31,7 @@ class Counted(enum.StrEnum):
     REGISTRATIONS_EXPIRED = "registrations_expired"
     REGISTRATIONS_REFUSED = "registrations_refused"
     REGISTRATIONS_RESENT = "registrations_resent"
+    REPAIRS = "repairs"
     STALE_REFUSED = "stale_refused"
     MESSAGES_IGNORED = "messages_ignored"
     QUARANTINES_EXPIRED = "quarantines_expired"

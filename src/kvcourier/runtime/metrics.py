@@ -184,6 +184,7 @@ _HELP = {
     "registrations_expired": "Registrations whose prompt never came to this instance.",
     "registrations_refused": "Registrations answered with a failure.",
     "registrations_resent": "Registrations sent again for want of an acknowledgement.",
+    "repairs": "Failed transfers that were tried again, one way or another.",
     "stale_refused": "Messages about KV that is no longer, or never was, held or wanted.",
     "messages_ignored": "Well-formed messages that fitted no request.",
     "quarantines_expired": "Memory given back although a silent peer had never confirmed.",

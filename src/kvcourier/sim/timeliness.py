@@ -2,7 +2,7 @@
 
 Decides what is too late. Refuses to judge where the world itself stood in the way.
 
-I6  a delivery that has failed at P is over at D within `KNOWN_WITHIN_S`
+I6  a delivery that has failed at P is over at D, or tried again, within `KNOWN_WITHIN_S`
 I7  a hold that nobody keeps alive any more ends with its lease
 """
 
@@ -64,8 +64,11 @@ class Timeliness:
         if leg is None or not wanted:
             return
         over_at = min((each.at for each in wanted if each.what in _WANT_OVER), default=float("inf"))
+        tried_again = [each for each in wanted if each.what == "repairing"]
         for each in held:
             if each.what != "delivery_failed" or over_at <= each.at + KNOWN_WITHIN_S:
+                continue
+            if any(0 <= other.at - each.at <= KNOWN_WITHIN_S for other in tried_again):
                 continue
             died = leg.life.ended_at is not None and leg.life.ended_at < each.at + KNOWN_WITHIN_S
             # P reaches a D that it could not connect to by the way that D had reached it.

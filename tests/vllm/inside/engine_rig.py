@@ -424,6 +424,10 @@ class Network(MemoryNetwork):
         """From now on this becomes of operations of this kind."""
         self.fault_plan = lambda item: fate if item.operation is operation else Fate.DELIVER
 
+    def plan_all(self, fate: Fate) -> None:
+        """Of all operations, as a push that fails is repaired by a READ."""
+        self.fault_plan = lambda item: fate if item.operation else Fate.DELIVER
+
     def heal(self) -> None:
         """Everything arrives again, also what was held."""
         self.fault_plan = lambda item: Fate.DELIVER

@@ -136,7 +136,7 @@ def test_kv_that_cannot_be_moved(make, network, mode, fate, policy) -> None:
     p, d = make("p", "kv_producer"), make("d", "kv_consumer", policy=policy)
     d.ask(prompt_of(BLOCK))
     run(d, until=lambda: d.is_idle)
-    network.plan(OPERATION[mode], fate)
+    network.plan_all(fate)
     _, wanted = handed_over(p, d, prompt_of(100), mode)
     run(p, d, until=lambda: p.is_idle and d.is_idle)
     if policy == "fail":
