@@ -434,3 +434,28 @@ def test_a_prefill_instance_that_dies_and_comes_back(pair: Pair, ways: Mapping[s
         longer = prompt_of(200, 420 + MODES.index(mode))
         found = tokens(ways[mode], longer)
         assert found == tokens(prefill.url, longer)
+
+
+def test_a_decode_instance_that_dies_and_is_replaced(pair: Pair, ways: Mapping[str, str]) -> None:
+    """Where it was, under its old engine id: what P keeps and knows of the dead one goes."""
+    prefill, decode = pair
+    prompt = prompt_of(120, 430)
+    expected = tokens(prefill.url, prompt)
+    name = uuid.uuid4().hex
+    waiting = request_body(prompt) | {"kv_transfer_params": early_params(prefill, name)}
+    with asked(decode.url, waiting, {"X-Request-Id": name}):
+        wait_until(lambda: decode.metric("vllm:kv_cache_usage_perc") > 0, IDLE_S)
+        decode.kill()
+        assert tokens(prefill.url, prompt_of(70, 431)), "P serves"
+    hold = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name}
+    body = request_body(prompt) | {"max_tokens": 1, "kv_transfer_params": hold}
+    assert post(prefill.url, body).status_code == 200, "nobody waits for it any more"
+
+    decode.start()
+    decode.wait_healthy()
+    for mode in MODES:
+        assert tokens(ways["router"], prompt, {"X-KV-Mode": mode}) == expected
+        longer = prompt_of(200, 440 + MODES.index(mode))
+        assert tokens(ways[mode], longer) == tokens(prefill.url, longer)
+    wait_idle(decode)
+    wait_idle(prefill)
