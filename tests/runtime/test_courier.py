@@ -241,6 +241,32 @@ def test_a_courier_that_dies_is_known_at_once(world):
     decode.wait_for("d-x", Outcome.RELEASED)
 
 
+@pytest.mark.parametrize("has_come", [True, False])
+def test_a_holder_that_is_shut_down_says_so(world, has_come):
+    prefill, decode = world.pair()
+    if has_come:
+        prefill.hold("p-x", "t-x")
+    want(prefill, decode, "x")
+    decode.wait_until(lambda: "registered" in decode.whats("d-x"))
+    prefill.endpoint.close()
+    decode.wait_for("d-x", Outcome.RECEIVE_FAILED, Outcome.RELEASED)
+    assert decode.of("d-x")[0].reason == "the prefill instance is shutting down"
+
+
+@MODES
+def test_a_wanter_that_is_shut_down_lets_go(world, mode):
+    """Before it has registered or read: nobody else would say so in time."""
+    prefill, decode = world.pair()
+    prefill.hold("p-x", "t-x")
+    params = prefill.prefill("p-x", "x", SOURCE, STOP)
+    pushed = {**prefill.coordinates(), "transfer_id": "t-x"}
+    decode.expect("d-x", params if mode == "pull" else pushed)
+    prefill.wait_until(lambda: prefill.endpoint.snapshots()["pp0tp0"][1]["watched_peers"] == 1)
+    decode.endpoint.close()
+    prefill.wait_for("p-x", Outcome.RELEASED)
+    assert counts(prefill)["leases_expired"] == 0
+
+
 def test_a_peer_that_dies_while_it_is_waited_for(world):
     """Nothing is posted to it: only its connection tells."""
     prefill, decode = world.pair()

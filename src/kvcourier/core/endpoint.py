@@ -18,6 +18,7 @@ from kvcourier.core.commands import Command
 from kvcourier.core.events import (
     BlocksReserved,
     ConnectFailed,
+    EndpointClosing,
     Event,
     HoldBegun,
     MessageReceived,
@@ -231,6 +232,9 @@ class Endpoint:
                 self._on_peer_lost(event)
             case PeerProbed(peer, sign):
                 self._watch.on_probed(peer, sign)
+            case EndpointClosing():
+                self._holder.close()
+                self._wanter.close()
             case PeerReset(peer):
                 self._watch.on_reset(peer)
             case TransferPosted():

@@ -131,6 +131,11 @@ class RequestAborted:
     block_ids: BlockGroups | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class EndpointClosing:
+    """Our process is about to end. Peers are told now; nothing else is asked of this endpoint."""
+
+
 # From the world.
 
 
@@ -263,6 +268,7 @@ Event = (
     | PeerLost
     | PeerProbed
     | PeerReset
+    | EndpointClosing
     | TransferPosted
     | PostRefused
     | TransferCompleted

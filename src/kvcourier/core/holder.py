@@ -170,6 +170,16 @@ class Holder:
             self._end(hold, None, "the prefill instance ended the request")
         return True
 
+    def close(self) -> None:
+        """Our process ends: whoever waits for us need not find out by itself."""
+        reason = "the prefill instance is shutting down"
+        for key, registration in list(self._waiting.items()):
+            self._drop_waiting(key)
+            self._deliveries.refuse(registration, reason)
+        for hold in self.holds:
+            if hold.state is not HoldState.QUARANTINED:
+                self._end(hold, None, reason)
+
     # From wanters.
 
     def on_register(self, message: Register) -> None:

@@ -128,6 +128,11 @@ class Wanter:
             self._end(want, None, "aborted")
         return True
 
+    def close(self) -> None:
+        """Our process ends: let go of everything that is kept for us."""
+        for want in self.wants:
+            self.abort(want.request_id)
+
     # From holders.
 
     def on_registered(self, message: Registered) -> None:

@@ -30,6 +30,7 @@ from kvcourier.core.commands import (
 from kvcourier.core.endpoint import Endpoint
 from kvcourier.core.events import (
     ConnectFailed,
+    EndpointClosing,
     EngineEvent,
     Event,
     MessageReceived,
@@ -257,6 +258,8 @@ class Courier:
                     self._look()
                 if not self._is_streaming:
                     self._count()
+            self._take_in()
+            self._handle(EndpointClosing())
         except BaseException as error:
             # Not survivable: the core's state is unknown. The engine sees it at its next poll
             # and stops serving, rather than serving with KV of unknown state.
