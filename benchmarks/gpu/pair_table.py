@@ -4,7 +4,7 @@ python benchmarks/gpu/pair_table.py benchmarks/gpu/results/vllm-pairs.json
 """
 
 import json
-import sys
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def times_table(rows: Sequence[Row]) -> list[list[str]]:
             [
                 *_cell(row),
                 f"`{row['connector']}`",
-                *(_number(row[key], digits) for _, key, digits in _TIMES),
+                *(_number(row.get(key), digits) for _, key, digits in _TIMES),
                 f"{row['failures']} of {row['requests']}",
             ]
             for row in rows
@@ -57,7 +57,7 @@ def ratios_table(rows: Sequence[Row]) -> list[list[str]]:
             [
                 *_cell(row),
                 f"`{row['connector']}`",
-                *(_ratio(row["of_vllm"][key]) for _, key in _RATIOS),
+                *(_ratio(row["of_vllm"].get(key)) for _, key in _RATIOS),
             ]
             for row in rows
             if "of_vllm" in row
@@ -82,11 +82,31 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _ratio(estimate: Sequence[float]) -> str:
+def _ratio(estimate: Sequence[float] | None) -> str:
+    if estimate is None:
+        return "-"
     value, low, high = estimate
     return f"{value:.2f} ({low:.2f} to {high:.2f})"
 
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+TABLES = {"times": times_table, "ratios": ratios_table}
+
+
+def filled(page: str) -> str:
+    """The page with its tables as the result files have them now.
+
+    A table lies between ``<!-- times vllm-pairs -->`` and ``<!-- end -->``: its kind, and the file.
+    """
+
+    def table(mark: re.Match[str]) -> str:
+        kind, name = mark["kind"], mark["name"]
+        rows = read_rows(Path(__file__).with_name("results") / f"{name}.json")
+        return f"<!-- {kind} {name} -->\n{markdown(TABLES[kind](rows))}\n<!-- end -->"
+
+    pattern = r"<!-- (?P<kind>times|ratios) (?P<name>[\w-]+) -->\n.*?<!-- end -->"
+    return re.sub(pattern, table, page, flags=re.DOTALL)
+
+
 if __name__ == "__main__":
-    found = read_rows(Path(sys.argv[1]))
-    print(markdown(ratios_table(found)), markdown(times_table(found)), sep="\n\n")
+    PAGE.write_text(filled(PAGE.read_text()))
