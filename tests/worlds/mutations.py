@@ -11,6 +11,7 @@ from kvcourier.core.deliveries import Deliveries
 from kvcourier.core.endpoint import Endpoint
 from kvcourier.core.holder import Holder
 from kvcourier.core.leases import LeaseTable
+from kvcourier.core.packing.sender import Sender
 from kvcourier.core.wanter import Wanter
 from kvcourier.core.wants import Want
 from kvcourier.runtime.contacts import Contacts
@@ -109,5 +110,15 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "a failure is not told": lambda: patch.object(
         Deliveries, "_send", lambda self, registration, reason, *, held, quiet: None
+    ),
+    # Two of these were no rules until random worlds had shown the harm.
+    "the wanter does not say that it has all": lambda: patch.object(
+        Wanter, "_let_go", lambda self, want, *, read: None
+    ),
+    "a queued request is waited for for ever": lambda: patch.object(
+        Holder, "_has_waited_too_long", lambda self, hold: False
+    ),
+    "a stuck write keeps its staging slot for ever": lambda: patch.object(
+        Sender, "_give_up", lambda self, stream, record, now: []
     ),
 }

@@ -2,10 +2,12 @@
 
 Decides what is too late. Refuses to judge where the world itself stood in the way.
 
-I6  a delivery that has failed at P is over at D, or tried again, within `KNOWN_WITHIN_S`
+I6  a delivery that has failed at P is over at D, or tried again, within `KNOWN_WITHIN_S`, and what
+    D wants no more is kept at P no longer
 I7  a hold that nobody keeps alive any more ends with its lease
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +23,8 @@ KNOWN_WITHIN_S = 0.3
 _SLACK_S = 0.5
 _WANT_OVER = frozenset({"received", "receive_failed", "released", "quarantined"})
 _HOLD_OVER = frozenset({"sent", "send_failed", "released", "quarantined"})
+_REACHED = frozenset({"registered", "posted", "read", "received"})
+"""What a want has come to only after its holder had answered."""
 _LATE = (Delay, Duplicate, Shuffle)
 
 
@@ -55,6 +59,7 @@ class Timeliness:
                     leg = dispatch.decode
                     wanted = self._story(dispatch.ask.decode, leg.life, leg.request_id)
                 self._require_known(dispatch, held, wanted)
+                self._require_let_go(dispatch, held, wanted)
                 self._require_ended(dispatch, held, wanted)
 
     def _require_known(
@@ -63,7 +68,7 @@ class Timeliness:
         leg, ask = dispatch.decode, dispatch.ask
         if leg is None or not wanted:
             return
-        over_at = min((each.at for each in wanted if each.what in _WANT_OVER), default=float("inf"))
+        over_at = min((each.at for each in wanted if each.what in _WANT_OVER), default=math.inf)
         tried_again = [each for each in wanted if each.what == "repairing"]
         for each in held:
             if each.what != "delivery_failed" or over_at <= each.at + KNOWN_WITHIN_S:
@@ -82,6 +87,40 @@ class Timeliness:
                     f"delivery had failed at {each.at:.3f} at {ask.prefill} {each.rank}"
                 )
 
+    def _require_let_go(
+        self, dispatch: Dispatch, held: list[Telling], wanted: list[Telling]
+    ) -> None:
+        """I6 the other way: what D wants no more is not kept until its lease ends."""
+        assert dispatch.prefill is not None
+        ask, holder, leg = dispatch.ask, dispatch.prefill.life, dispatch.decode
+        if leg is None or leg.life.ended_at is not None or holder.ended_at is not None:
+            return
+        whats = {each.what for each in wanted}
+        if not whats & _REACHED or {each.what for each in held} & {"delivery_failed"}:
+            return
+        ranks = {each.rank for each in wanted}
+        ends = [
+            min((e.at for e in wanted if e.rank == rank and e.what in _WANT_OVER), default=math.inf)
+            for rank in ranks
+        ]
+        if max(ends) == math.inf:
+            # A want without blocks ends without a word.
+            return
+        for finished in [each for each in held if each.what == "prefill_finished"]:
+            known = max(finished.at, *ends)
+            over = [e.at for e in held if e.rank == finished.rank and e.what in _HOLD_OVER]
+            if min(over, default=math.inf) <= known + KNOWN_WITHIN_S:
+                continue
+            since = min(each.at for each in wanted)
+            if self._is_calm(ask.decode, ask.prefill, since, known) and self._is_calm(
+                ask.prefill, ask.decode, since, known
+            ):
+                raise Violation(
+                    f"I6: {dispatch.prefill.request_id} at {ask.prefill} {finished.rank} is kept "
+                    f"until {min(over, default=float('inf')):.3f}, but {leg.request_id} at "
+                    f"{ask.decode} was over at {max(ends):.3f}"
+                )
+
     def _require_ended(
         self, dispatch: Dispatch, held: list[Telling], wanted: list[Telling]
     ) -> None:
@@ -96,7 +135,7 @@ class Timeliness:
             last_kept = max(finished.at, self._last_kept(dispatch, wanted))
             ends_by = last_kept + lease_s + _SLACK_S
             over = [e.at for e in held if e.rank == finished.rank and e.what in _HOLD_OVER]
-            if life.ended_at is None and min(over, default=float("inf")) > ends_by:
+            if life.ended_at is None and min(over, default=math.inf) > ends_by:
                 raise Violation(
                     f"I7: {dispatch.prefill.request_id} at {ask.prefill} {finished.rank}: nobody "
                     f"kept it alive after {last_kept:.3f}, its lease is {lease_s:.1f} s, and it "
