@@ -5,10 +5,11 @@ imitate what it can run: endpoints, couriers and the core are those of `runtime`
 `runtime.surroundings` as the only seam, and bytes move through `transport.memory`.
 
 Reading path: `worlds` (runs a range of seeds), `draw` (a plan from a seed), `faults` (what may go
-wrong, as data), `world` (a plan brought about), `invariants` (what must hold all the same),
-`instance` (a place, a life at a time), `engine`, `scheduler`, `blocks`, `content` and `memory` (an
-engine that computes real bytes), `router` (clients and legs), `network`, `side_channel` and
-`data_path` (what arrives when), `timeline` (virtual time), `shrink` (the faults that matter).
+wrong, as data), `world` (a plan brought about), `invariants` and `timeliness` (what must hold all
+the same), `instance` (a place, a life at a time), `engine`, `scheduler`, `blocks`, `content` and
+`memory` (an engine that computes real bytes), `router` (clients and legs), `network`,
+`side_channel` and `data_path` (what arrives when), `timeline` (virtual time), `shrink` (the faults
+that matter).
 
 Common changes: a new fault is a class in `faults`, brought about by `network` or `world`, and drawn
 in `draw`; a new invariant goes into `invariants`; a new message of the protocol needs nothing here.

@@ -64,16 +64,6 @@ class Network:
         """Nothing goes wrong from now on."""
         self._faults = []
 
-    def is_disturbed(self, source: str, target: str, since: float) -> bool:
-        """Whether a fault concerns what has set out on this way since then."""
-        now = self._timeline.now
-        return any(
-            (each.source, each.target) == (source, target)
-            and each.at <= now
-            and since <= each.at + each.for_s + _lasting(each)
-            for each in self._faults
-        )
-
     def arrivals(self, path: Path, source: str, target: str) -> list[float]:
         """When a message that sets out now arrives: never, once, or twice."""
         now = self._timeline.now
@@ -122,16 +112,3 @@ class Network:
     def _covering(self, source: str, target: str) -> list[OnTheWay]:
         now = self._timeline.now
         return [each for each in self._faults if each.covers(source, target, now)]
-
-
-def _lasting(fault: OnTheWay) -> float:
-    """How long after its window a fault still shows."""
-    if isinstance(fault, Delay):
-        return fault.by_s
-    if isinstance(fault, Duplicate):
-        return fault.again_after_s
-    if isinstance(fault, Shuffle):
-        return fault.within_s
-    if isinstance(fault, StickOperations):
-        return float("inf") if fault.until is None else max(0.0, fault.until - fault.at)
-    return 0.0
