@@ -44,6 +44,7 @@ IDLE_GAUGES = (
     "kvcourier_waiting_registrations",
     "kvcourier_operations_in_flight",
     "kvcourier_quarantined_blocks",
+    "kvcourier_staging_slots_used",
 )
 """All zero on an instance that owes nobody anything and has all of its blocks."""
 
@@ -266,9 +267,10 @@ def running_cluster(
     model: str = MODEL,
     module: str = "kvcourier",
     environments: Mapping[str, Mapping[str, str]] | None = None,
+    flags_by_role: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Iterator[Cluster]:
     """A whole cluster, ready; `flags` go to both instances, as does `module`, which stands for
-    `kvcourier`; `environments` has further variables by role."""
+    `kvcourier`; `environments` has further variables and `flags_by_role` further flags by role."""
     with running_servers(log_dir) as start:
         prefill, decode = (
             start(
@@ -276,6 +278,7 @@ def running_cluster(
                 "serve",
                 *instance_flags(role[0], role, model=model),
                 *flags,
+                *(flags_by_role or {}).get(role, ()),
                 module=module,
                 environment=(environments or {}).get(role, {}),
             )
@@ -311,8 +314,8 @@ def wait_known(router: Server) -> None:
     until(known, "the router does not know its instances")
 
 
-def body_of(prompt: Sequence[int], num_tokens: int = NUM_TOKENS, **fields: Any) -> dict[str, Any]:
-    """A greedy request that tells token ids."""
+def body_of(prompt: Sequence[Any], num_tokens: int = NUM_TOKENS, **fields: Any) -> dict[str, Any]:
+    """A greedy request that tells token ids; `prompt` is one, or a list of several."""
     return {
         "model": "tiny",
         "prompt": list(prompt),

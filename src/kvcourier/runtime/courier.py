@@ -240,6 +240,11 @@ class Courier:
         """Whether anything is in flight, from here or packed to here, or has yet to happen."""
         return self._postings.busy or self._receiver.busy or bool(self._unready)
 
+    def gauges(self) -> dict[str, int]:
+        """Sizes of the core's tables and staging slots in use, by name; from any thread."""
+        slots = self._postings.num_slots_used + self._receiver.num_slots_used
+        return {**self.endpoint.gauges(), "staging_slots_used": slots}
+
     def next_deadline(self) -> float | None:
         """When `step` is due at the latest, on the courier's clock; None if nothing waits for
         time. What comes in, or ends, is due at once."""

@@ -304,11 +304,11 @@ class KvEndpoint:
         return sorted(entries, key=lambda entry: entry["at_unix_s"]) or None
 
     def snapshots(self) -> dict[str, Snapshot]:
-        """Counters and gauges of each rank's core, by the rank's name."""
+        """Counters and gauges of each rank, by the rank's name."""
         return {
             str(rank): (
                 {name.value: courier.endpoint.counts.get(name, 0) for name in Counted},
-                courier.endpoint.gauges(),
+                courier.gauges(),
             )
             for rank, courier in self._couriers.items()
         }

@@ -104,6 +104,11 @@ class PackedReceiver:
         """Whether parcels are awaited or scattered, so that polling pays."""
         return bool(self._streams)
 
+    @property
+    def num_slots_used(self) -> int:
+        """Slots that a peer may write, or that are being scattered; from any thread."""
+        return 0 if self._staging is None else self._staging.num_slots - self._core.num_free
+
     def next_deadline(self) -> float | None:
         """When `poll` is due at the latest."""
         return self._core.next_deadline()

@@ -157,6 +157,11 @@ class PackedSender:
         """Whether anything is under way, so that polling pays."""
         return bool(self._streams)
 
+    @property
+    def num_slots_used(self) -> int:
+        """Slots that are being gathered or written; from any thread."""
+        return 0 if self._staging is None else self._staging.num_slots - self._core.num_free
+
     def next_deadline(self) -> float | None:
         """When `poll` is due at the latest."""
         return self._core.next_deadline()

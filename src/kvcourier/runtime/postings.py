@@ -91,6 +91,11 @@ class Postings:
         """Whether something goes packed at the moment."""
         return self._packed.busy
 
+    @property
+    def num_slots_used(self) -> int:
+        """Staging slots that something goes packed from; from any thread."""
+        return self._packed.num_slots_used
+
     def next_deadline(self) -> float | None:
         """When `poll` is due at the latest."""
         return self._packed.next_deadline()
