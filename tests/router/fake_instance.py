@@ -174,6 +174,7 @@ class FakeInstance:
         self.models = ["tiny"]
         self.script: Script = self.serve
         self.legs: list[Received] = []
+        self.let_go: asyncio.Queue[str] = asyncio.Queue()
         self.arrived = asyncio.Event()
         self.asked = asyncio.Event()
         self.server = Server(self._app, port)
@@ -246,6 +247,10 @@ class FakeInstance:
             self.legs.append(leg)
             self.arrived.set()
             await self.script(leg, Connection(receive, send, leg))
+            return
+        if scope["method"] == "DELETE":
+            self.let_go.put_nowait(scope["path"].removeprefix("/kvcourier/transfers/"))
+            await Connection(receive, send, Received(scope["path"], [], {})).answer(b"", 204)
             return
         pages: dict[str, tuple[int, Any]] = {
             "/health": (200 if self.healthy else 503, {}),

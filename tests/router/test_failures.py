@@ -323,6 +323,51 @@ async def test_deadlines(mode: str, timeouts: Timeouts, held: str, leg: str | No
                 await one.gone.wait()
 
 
+async def let_go(here: World) -> str:
+    """The transfer that P was told to let go of."""
+    async with bounded():
+        return await here.prefill[0].let_go.get()
+
+
+@both_modes
+async def test_p_lets_go_of_what_d_never_heard_of(mode: str) -> None:
+    """D dies with its leg: only the router knows that nobody will collect P's KV."""
+    async with world() as here, bounded():
+        await here.post(mode=mode)
+        await asyncio.gather(*here.services.background)
+        assert here.prefill[0].let_go.empty(), "all went well"
+        here.decode[0].script = die
+        answer = await here.post(mode=mode)
+        assert answer.status_code == 502
+        assert await let_go(here) == answer.headers["x-kv-transfer-id"]
+        await serves_again(here, mode)
+        assert here.prefill[0].let_go.empty()
+
+
+@both_modes
+async def test_p_lets_go_when_the_client_leaves(mode: str) -> None:
+    async with world() as here, bounded():
+        here.decode[0].script = hold
+        call = asyncio.create_task(here.post(mode=mode))
+        await here.decode[0].arrived.wait()
+        await leave(call)
+        (leg,) = here.decode[0].legs
+        assert await let_go(here) == leg.params["transfer_id"]
+        await serves_again(here, mode)
+
+
+async def test_an_instance_that_told_nothing_of_itself_is_not_told_to_let_go() -> None:
+    def prepare(fakes: list[FakeInstance]) -> None:
+        for fake in fakes:
+            fake.tells = False
+
+    async with world(prepare=prepare) as here, bounded():
+        here.decode[0].script = die
+        assert (await here.post(mode="pull")).status_code == 502
+        await asyncio.gather(*here.services.background)
+        assert here.prefill[0].let_go.empty()
+
+
 # (d) The client leaves.
 
 

@@ -108,3 +108,20 @@ def test_declined_kv_is_let_go_at_once(world):
     prefill.wait_for("p-x", Outcome.SENT, Outcome.RELEASED)
     decode.wait_until(lambda: tables(decode) == EMPTY)
     assert outcomes(decode, "d-x") == []
+
+
+@pytest.mark.parametrize("is_finished", [True, False], ids=["finished", "computing"])
+def test_a_transfer_that_is_let_go_is_released(world, is_finished):
+    """Nobody ever asked for it; no lease is waited for."""
+    (prefill,) = (world.rig("p"),)
+    prefill.hold("p-x", "t-x")
+    assert not prefill.endpoint.let_go("t-y")
+    if not is_finished:
+        assert prefill.endpoint.let_go("t-x")
+    prefill.prefill("p-x", "x", SOURCE, STOP)
+    if is_finished:
+        assert prefill.endpoint.let_go("t-x")
+    prefill.wait_for("p-x", Outcome.RELEASED)
+    assert outcomes(prefill, "p-x") == [Outcome.RELEASED]
+    assert tables(prefill) == EMPTY
+    assert not prefill.endpoint.let_go("t-x"), "it is over"

@@ -174,6 +174,8 @@ class Attempt:
                     self._start_decode(decode_leg(self._call, params))
                 case Cancel(leg):
                     await self._cancel(leg)
+                    if leg is LegName.PREFILL:
+                        self._let_go()
                 case Note():
                     self._note(action)
                 case Reply(answer):
@@ -236,6 +238,15 @@ class Attempt:
         # Only when a task has ended is its connection closed, and nothing more relayed by it.
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _let_go(self) -> None:
+        """P may have computed the prompt, and D not heard of it: then no one else will tell P."""
+        prefill, name = self._pair[LegName.PREFILL], self._call.transfer_id
+        if LegName.PREFILL not in self._tasks or prefill.info is None:
+            # Never asked, or not one of ours: there the lease has to do.
+            return
+        url = f"{prefill.spec.url}/kvcourier/transfers/{name}"
+        self._in_background(self._services.upstream.let_go(url, self._call.headers))
+
     def _note(self, note: Note) -> None:
         instance = self._pair[note.leg]
         self._services.metrics.failures.labels(note.leg, note.kind).inc()
@@ -261,9 +272,12 @@ class Attempt:
         task = self._tasks.get(LegName.PREFILL)
         if task is None or (task.done() and self._events.empty()):
             return
-        rest = asyncio.create_task(self._run_out(task))
-        self._services.background.add(rest)
-        rest.add_done_callback(self._services.background.discard)
+        self._in_background(self._run_out(task))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._services.background.add(task)
+        task.add_done_callback(self._services.background.discard)
 
     async def _run_out(self, prefill: asyncio.Task[None]) -> None:
         try:

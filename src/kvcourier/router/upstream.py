@@ -5,6 +5,7 @@ Refuses to know what follows from it.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -34,6 +35,7 @@ _log = logging.getLogger(__name__)
 _KEEPALIVE_S = 2.0
 
 Post = Callable[[Event], None]
+LegHeaders = tuple[tuple[str, str], ...]
 
 _KINDS: tuple[tuple[type[Exception], FailureKind, str], ...] = (
     (httpx.ConnectError, FailureKind.CONNECT, "cannot be reached"),
@@ -120,8 +122,14 @@ class Upstream:
         except Exception as error:
             post(_as_lost(LegName.DECODE, error))
 
+    async def let_go(self, url: str, headers: LegHeaders) -> None:
+        """Tell P that nobody will collect a transfer; one that is gone keeps nothing anyway."""
+        with contextlib.suppress(httpx.HTTPError, TimeoutError):
+            async with asyncio.timeout(self.timeouts.learn_s):
+                await self.client.delete(url, headers=_encoded(headers))
+
     def _request(self, url: str, leg: Leg) -> AbstractAsyncContextManager[httpx.Response]:
-        headers = [(name.encode(), value.encode("latin-1")) for name, value in leg.headers]
+        headers = _encoded(leg.headers)
         return self.client.stream("POST", url, content=leg.content, headers=headers)
 
     async def _read(self, response: httpx.Response) -> Answer:
@@ -131,6 +139,10 @@ class Upstream:
             if len(content) > self.limits.max_answer_bytes:
                 raise _AnswerTooLarge
         return Answer(response.status_code, _content_type(response), bytes(content))
+
+
+def _encoded(headers: LegHeaders) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode("latin-1")) for name, value in headers]
 
 
 def _content_type(response: httpx.Response) -> str:

@@ -41,6 +41,7 @@ from kvcourier.ids import (
     HoldId,
     Rank,
     RequestId,
+    TransferId,
     TransferKey,
     hold_id_of,
 )
@@ -219,6 +220,8 @@ class KvEndpoint:
         host, port = self._side_channel_address()
         with self._lock:
             hold_id, key = self._computing.pop(request_id)
+        if self._requests.finish(request_id):
+            self.abort(request_id)
         holder = HolderAddress(self.config.engine_id, host, port, self._tp_size, self._pp_size)
         return handoff_params(
             holder,
@@ -231,6 +234,13 @@ class KvEndpoint:
             key,
             continuation,
         )
+
+    def let_go(self, transfer_id: TransferId) -> bool:
+        """Nobody will collect a transfer's KV; see runtime.interface."""
+        known, finished = self._requests.let_go(transfer_id)
+        for request_id in finished:
+            self.abort(request_id)
+        return known
 
     # Wanting (D).
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from kvcourier.core.params import HoldIntent, WantIntent
 from kvcourier.errors import ParamsError
-from kvcourier.ids import RequestId
+from kvcourier.ids import RequestId, TransferId
 from kvcourier.layout.geometry import TokenSpan
 from kvcourier.runtime.reports import Report
 
@@ -86,6 +86,13 @@ class Endpoint(Protocol):
         `continuation`, printable and of at most `Limits.max_id_bytes`, comes with RECEIVED to the
         engine that gets the KV; only engines know what it means. Returns the `kv_transfer_params`
         to answer with.
+        """
+
+    def let_go(self, transfer_id: TransferId) -> bool:
+        """P: nobody will collect this transfer's KV, so that nobody else would say so either.
+
+        A finished prompt is released at once, one that is finished after this as soon as it is.
+        False if the transfer is not known here, or over.
         """
 
     def expect(self, request_id: RequestId, intent: WantIntent) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from kvcourier.core.outcomes import Outcome, Report
 from kvcourier.errors import LocalProtocolError
-from kvcourier.ids import Rank, RequestId, TransferKey
+from kvcourier.ids import Rank, RequestId, TransferId, TransferKey
 
 _SUCCESS = frozenset({Outcome.RECEIVED, Outcome.SENT})
 
@@ -20,6 +20,8 @@ _SUCCESS = frozenset({Outcome.RECEIVED, Outcome.SENT})
 class _Tracked:
     key: TransferKey | None
     handed_over: bool = False
+    finished: bool = False
+    let_go: bool = False
     aborted: bool = False
     failed: bool = False
     success: Report | None = None
@@ -40,7 +42,7 @@ class RequestTable:
         self._abandon = abandon
         self._lock = threading.Lock()
         self._requests: dict[RequestId, _Tracked] = {}
-        self._keys: set[TransferKey] = set()
+        self._keys: dict[TransferKey, RequestId] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -57,7 +59,7 @@ class RequestTable:
             if key is not None and key in self._keys:
                 return False
             if key is not None:
-                self._keys.add(key)
+                self._keys[key] = request_id
             self._requests[request_id] = _Tracked(key)
             return True
 
@@ -72,6 +74,28 @@ class RequestTable:
             if tracked is None or tracked.handed_over:
                 raise LocalProtocolError(f"request {request_id} has no blocks to hand over now")
             tracked.handed_over = True
+
+    def finish(self, request_id: RequestId) -> bool:
+        """Its prompt is computed, and the couriers know; whether it was let go before."""
+        with self._lock:
+            tracked = self._requests.get(request_id)
+            if tracked is None:
+                return False
+            tracked.finished = True
+            return tracked.let_go
+
+    def let_go(self, transfer_id: TransferId) -> tuple[bool, list[RequestId]]:
+        """Nobody will collect a transfer: whether it is known, and which of its requests to abort.
+
+        One that is being computed is its engine's to end; if it is finished instead, `finish` says
+        that it was let go.
+        """
+        with self._lock:
+            names = [name for key, name in self._keys.items() if key.transfer_id == transfer_id]
+            found = [(name, self._requests[name]) for name in names]
+            for _, tracked in found:
+                tracked.let_go = True
+            return bool(found), [name for name, tracked in found if tracked.finished]
 
     def abort(self, request_id: RequestId, *, keeps_blocks: bool = False) -> bool:
         """The engine wants no outcome any more; False if the request is unknown.
@@ -121,7 +145,7 @@ class RequestTable:
     def _forget(self, request_id: RequestId, tracked: _Tracked) -> None:
         del self._requests[request_id]
         if tracked.key is not None:
-            self._keys.discard(tracked.key)
+            self._keys.pop(tracked.key, None)
 
 
 def _joined(before: Report | None, report: Report) -> Report:

@@ -153,13 +153,16 @@ class FakeEngine:
 
 
 class FakeEndpoint:
-    """The two read-only calls that the server makes."""
+    """The calls that the server makes."""
 
     def instance_info(self) -> dict[str, Any]:
         return {"engine_id": "e1", "side_channel_port": 5600}
 
     def story(self, key: str) -> list[dict[str, Any]] | None:
         return [{"at_unix_s": 1.0, "what": "registered", "thread": "t"}] if key == "a/b" else None
+
+    def let_go(self, transfer_id: str) -> bool:
+        return transfer_id == "a/b"
 
 
 def make_app(engine: FakeEngine, **changes: Any) -> Any:

@@ -296,6 +296,16 @@ def test_models_and_health():
     assert engine.submitted == []
 
 
+def test_a_router_lets_go_of_a_transfer():
+    app = make_app(FakeEngine(say("ok")), endpoint=FakeEndpoint())
+    assert call(app, "DELETE", "/kvcourier/transfers/a%2Fb").status_code == 204
+    refusal = call(app, "DELETE", "/kvcourier/transfers/other")
+    assert refusal.status_code == 404
+    assert "no transfer 'other' is held here" in refusal.json()["error"]["message"]
+    alone = make_app(FakeEngine(say("ok")))
+    assert call(alone, "DELETE", "/kvcourier/transfers/a").status_code == 404
+
+
 def test_instance_and_story():
     app = app_that(say(""), endpoint=FakeEndpoint(), role="prefill")
     assert call(app, "GET", "/kvcourier/instance").json() == {

@@ -34,7 +34,7 @@ from kvcourier.engine.server.metrics import EngineCollector, ServerMetrics
 from kvcourier.engine.server.prompts import PromptReader, Tokenizer
 from kvcourier.engine.server.render import Renderer
 from kvcourier.errors import ParamsError
-from kvcourier.ids import RequestId
+from kvcourier.ids import RequestId, TransferId
 from kvcourier.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -228,8 +228,15 @@ def _endpoint_routes(endpoint: Endpoint | None, role: str) -> list[Route]:
             raise ApiError(404, f"no transfer {key[:200]!r} is known here, or it was forgotten")
         return json_response(entries)
 
+    async def let_go(request: Request) -> Response:
+        transfer_id = request.path_params["transfer_id"]
+        if endpoint is None or not endpoint.let_go(TransferId(transfer_id)):
+            raise ApiError(404, f"no transfer {transfer_id[:200]!r} is held here")
+        return Response(status_code=204)
+
     return [
         Route("/kvcourier/instance", instance),
+        Route("/kvcourier/transfers/{transfer_id:path}", let_go, methods=["DELETE"]),
         # A request id is the client's choice and may contain slashes.
         Route("/kvcourier/story/{key:path}", story),
     ]
