@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kv_content import touched_blocks, write_prompt, wrong_cells
 from kvcourier.allow_list import AllowList
 from kvcourier.config import (
+    ChannelKeys,
     CourierConfig,
     EndpointConfig,
     Limits,
@@ -52,6 +53,7 @@ class Rig:
         staging: StagingConfig = DIRECT,
         posting: Posting = Posting.THREAD,
         allowed_peers: AllowList | None = None,
+        keys: ChannelKeys | None = None,
         rank_caches: Mapping[Rank, tuple[RankCache, list[Buffer]]] | None = None,
         **model: object,
     ) -> None:
@@ -71,6 +73,7 @@ class Rig:
                 timing=timing or Timing(),
                 courier=CourierConfig(staging=staging),
                 allowed_peers=allowed_peers,
+                keys=keys,
             ),
             [cache for cache, _ in self.rank_caches.values()],
             transport_factory,

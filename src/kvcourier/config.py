@@ -248,6 +248,21 @@ class CourierConfig:
     staging: StagingConfig = field(default_factory=StagingConfig)
 
 
+@dataclass(frozen=True, slots=True)
+class ChannelKeys:
+    """Keys of the side channel, each 40 characters in ZMQ's encoding (Z85).
+
+    Attributes:
+        public: ours.
+        secret: ours, which proves that the public one is.
+        peers: the public key of every instance that we may have to do with, ours among them.
+    """
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    peers: Mapping[EngineId, bytes]
+
+
 SIDE_CHANNEL_HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 SIDE_CHANNEL_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 DEFAULT_SIDE_CHANNEL_PORT = 5600
@@ -266,6 +281,7 @@ class EndpointConfig:
         side_channel_host: address to listen at, also told to peers.
         side_channel_port: port of the handshake server; 0 takes a free one.
         allowed_peers: instances that may be connected to and may register; None: all.
+        keys: proofs of who talks over the side channel; None: nobody proves anything.
     """
 
     engine_id: EngineId
@@ -278,6 +294,7 @@ class EndpointConfig:
     limits: Limits = field(default_factory=Limits)
     courier: CourierConfig = field(default_factory=CourierConfig)
     allowed_peers: AllowList | None = None
+    keys: ChannelKeys | None = None
 
 
 def side_channel_address(

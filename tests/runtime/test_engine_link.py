@@ -35,7 +35,7 @@ def test_a_call_without_the_token_is_none_of_ours() -> None:
 
 
 def test_a_link_without_couriers_is_a_mistake() -> None:
-    link = EngineLink()
+    link = EngineLink(EngineId("d"))
     with pytest.raises(LocalProtocolError, match="no courier"):
         link.send(Abort("x"))
     link.close()
@@ -72,7 +72,7 @@ def test_a_scheduler_elsewhere_drives_a_receive() -> None:
         engine_token=token,
     )
     courier.start()
-    link = EngineLink()
+    link = EngineLink(EngineId("d"))
     try:
         with Rig("p", transport) as prefill:
             prefill.hold("p1", None)

@@ -104,7 +104,9 @@ def test_asking_again_replaces_the_first_request(serve, open_channel):
 def test_an_address_where_nobody_listens_is_told_once(open_channel):
     channel, address = open_channel(D), InstanceAddress(EngineId("p"), HOST, free_port())
     channel.ask(address, b"hello")
-    assert _until(channel, channel.refusals, 1, lambda: None) == [address]
+    assert _until(channel, channel.refusals, 1, lambda: None) == [
+        (address, f"nobody listens at {address}")
+    ]
     assert channel.refusals() == channel.answers() == []
 
 

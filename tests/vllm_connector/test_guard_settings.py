@@ -3,7 +3,7 @@
 import pytest
 
 from kvcourier.errors import ConfigError
-from kvcourier.vllm_connector.settings import _allowed_peers
+from kvcourier.vllm_connector.settings import _allowed_peers, _path
 
 
 def test_without_a_list_everybody_is_allowed_and_an_empty_one_allows_nobody():
@@ -24,3 +24,10 @@ def test_a_list_allows_what_it_names():
 def test_what_is_no_list_stops_the_start_by_name(entries):
     with pytest.raises(ConfigError, match=r"^kv_connector_extra_config\.allowed_peers: expected"):
         _allowed_peers({"allowed_peers": entries})
+
+
+@pytest.mark.parametrize("key", ["side_channel_key", "side_channel_peer_keys"])
+@pytest.mark.parametrize("value", [1, "", ["keys"], True])
+def test_what_is_no_path_stops_the_start_by_name(key, value):
+    with pytest.raises(ConfigError, match=rf"^kv_connector_extra_config\.{key}: expected a path"):
+        _path({key: value}, key)

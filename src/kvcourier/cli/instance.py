@@ -7,6 +7,7 @@ settings. Refuses to know how any part works. This is the only place that knows 
 import contextlib
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -24,9 +25,11 @@ from kvcourier.config import (
     side_channel_address,
     timing_of,
 )
+from kvcourier.errors import ConfigError
 from kvcourier.http_server import bind, serve_until_stopped
 from kvcourier.ids import EngineId
 from kvcourier.layout.geometry import CacheLayout
+from kvcourier.runtime.channel_keys import read_keys
 
 if TYPE_CHECKING:
     from kvcourier.engine.config import EngineConfig
@@ -60,6 +63,8 @@ class InstanceSettings:
     kv_modes: frozenset[TransferMode]
     side_channel_host: str | None
     side_channel_port: int | None
+    side_channel_key: Path | None
+    side_channel_peer_keys: Path | None
     dp_rank: int
     allowed_peers: AllowList | None
     nixl_backends: tuple[str, ...]
@@ -129,13 +134,18 @@ def make_endpoint_config(settings: InstanceSettings) -> EndpointConfig:
     host, port = side_channel_address(
         settings.side_channel_host, settings.side_channel_port, settings.dp_rank
     )
+    engine_id = EngineId(settings.engine_id or uuid.uuid4().hex)
+    keys = read_keys(settings.side_channel_key, settings.side_channel_peer_keys, engine_id)
+    if keys is not None and not settings.engine_id:
+        raise ConfigError("--engine-id: expected one, as peers find an instance's key by its name")
     return EndpointConfig(
-        engine_id=EngineId(settings.engine_id or uuid.uuid4().hex),
+        engine_id=engine_id,
         model=settings.api_name,
         modes=settings.kv_modes,
         side_channel_host=host,
         side_channel_port=port,
         allowed_peers=settings.allowed_peers,
+        keys=keys,
         timing=timing_of(
             settings.kv_lease_duration,
             settings.push_registration_timeout,

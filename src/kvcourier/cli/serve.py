@@ -5,6 +5,7 @@ Decides the flags of one embedded instance. Refuses to know how it is put togeth
 """
 
 import enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -131,6 +132,20 @@ def serve(
             max=65535,
             help="0 takes a free one. Default: $VLLM_NIXL_SIDE_CHANNEL_PORT, else 5600, plus "
             "--dp-rank.",
+        ),
+    ] = None,
+    side_channel_key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Secret key of this instance (CurveZMQ), by which its peers know it.",
+        ),
+    ] = None,
+    side_channel_peer_keys: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Public keys of the instances to exchange KV with, each in ENGINE_ID.key.",
         ),
     ] = None,
     dp_rank: Annotated[int, typer.Option(min=0, help="Data-parallel index.")] = 0,
@@ -269,6 +284,8 @@ def serve(
             kv_modes=modes,
             side_channel_host=side_channel_host,
             side_channel_port=side_channel_port,
+            side_channel_key=side_channel_key,
+            side_channel_peer_keys=side_channel_peer_keys,
             dp_rank=dp_rank,
             allowed_peers=parse_allow_list(allow_peer, "--allow-peer") if allow_peer else None,
             nixl_backends=tuple(nixl_backend or _COURIER.backends),

@@ -77,7 +77,7 @@ from kvcourier.runtime.metrics import CourierObserver
 from kvcourier.runtime.packed_receiver import PackedReceiver
 from kvcourier.runtime.packed_sender import PackedSender
 from kvcourier.runtime.postings import Postings
-from kvcourier.runtime.side_channel import Channel, sender_matches
+from kvcourier.runtime.side_channel import Channel
 from kvcourier.runtime.staging import StagingPair
 from kvcourier.transport.interface import Notification, Transport
 
@@ -295,8 +295,8 @@ class Courier:
         self._handle_ready()
         for address, payload in self._channel.answers():
             self._on_handshake_answer(address, payload)
-        for address in self._channel.refusals():
-            self._handle(ConnectFailed(address, f"nobody listens at {address}"))
+        for address, reason in self._channel.refusals():
+            self._handle(ConnectFailed(address, reason))
         for identity, payload in self._channel.messages():
             self._on_side_message(identity, payload)
         for peer in self._channel.resets():
@@ -444,7 +444,8 @@ class Courier:
         message = self._decoded(payload)
         if message is None:
             return
-        if isinstance(message, ON_DATA_PATH) or not sender_matches(identity, message.sender.peer()):
+        is_theirs = self._channel.is_from(identity, message.sender.peer())
+        if isinstance(message, ON_DATA_PATH) or not is_theirs:
             self._drop_foreign(message)
             return
         match message:

@@ -120,6 +120,7 @@ class KvEndpoint:
                 config.side_channel_port,
                 lambda payload: handshake.answer(payload, self._offer),
                 config.limits.max_message_bytes,
+                config.keys,
             )
             geometries = {rank: cache.geometries for rank, cache in self._caches.items()}
             facts = handshake.facts_of(config.model, geometries, config.cache_format)

@@ -12,7 +12,7 @@ from typing import Any, NewType
 import msgspec
 import zmq
 
-from kvcourier.config import Limits
+from kvcourier.config import ChannelKeys, Limits
 from kvcourier.core.events import (
     BlocksReserved,
     EngineEvent,
@@ -27,8 +27,9 @@ from kvcourier.core.events import (
 )
 from kvcourier.core.params import HoldIntent, parse_params
 from kvcourier.errors import LocalProtocolError, ParamsError, RemoteProtocolError
-from kvcourier.ids import HoldId, RequestId, TransferId, TransferKey
+from kvcourier.ids import EngineId, HoldId, RequestId, TransferId, TransferKey
 from kvcourier.layout.geometry import TokenSpan
+from kvcourier.runtime.channel_keys import be_client
 
 EngineToken = NewType("EngineToken", bytes)
 _TOKEN_BYTES = 32
@@ -149,9 +150,16 @@ def event_of(call: AnyCall, limits: Limits) -> EngineEvent:
 
 
 class EngineLink:
-    """A scheduler's way to the couriers of all its ranks; used from one thread."""
+    """A scheduler's way to the couriers of all its ranks; used from one thread.
 
-    def __init__(self) -> None:
+    Args:
+        engine_id: our instance's, as the couriers have it.
+        keys: our instance's, if its couriers take only clients with keys.
+    """
+
+    def __init__(self, engine_id: EngineId, keys: ChannelKeys | None = None) -> None:
+        self._engine_id = engine_id
+        self._keys = keys
         self._context = zmq.Context()
         self._sockets: list[tuple[zmq.Socket[bytes], EngineToken]] = []
 
@@ -160,6 +168,7 @@ class EngineLink:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.SNDHWM, 0)
+        be_client(socket, self._keys, self._engine_id)
         socket.setsockopt(zmq.IPV6, ":" in host)
         socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
         self._sockets.append((socket, token))

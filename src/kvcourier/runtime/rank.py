@@ -54,7 +54,7 @@ def open_rank(
     staging = open_staging_pair(cache, config.courier.staging)
     transport.register([*cache.regions, *staging.regions])
     channel = surroundings.open_channel(
-        me, config.side_channel_host, config.limits.max_message_bytes
+        me, config.side_channel_host, config.limits.max_message_bytes, config.keys
     )
     courier = Courier(
         Endpoint(

@@ -13,13 +13,22 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
 
+from kvcourier.config import ChannelKeys
 from kvcourier.core.events import PeerProbed, Sign
 from kvcourier.errors import ConfigError, RemoteProtocolError
-from kvcourier.ids import InstanceAddress, PeerRank
+from kvcourier.ids import EngineId, InstanceAddress, PeerRank
+from kvcourier.runtime.channel_keys import (
+    HandshakeMonitor,
+    KeyCheck,
+    be_client,
+    be_server,
+    key_of,
+)
 from kvcourier.runtime.vital_signs import VitalSigns
 
 _log = logging.getLogger(__name__)
@@ -28,6 +37,8 @@ _MAX_SOCKETS = 1 << 16
 """Three for each rank of a peer, one to talk and two to watch it. ZMQ's own limit is 1023."""
 _STOP_POLL_MS = 100
 _REFUSAL_TIMEOUT_S = 1.0
+_KEY = b" key "
+"""Between identity and key; the key is the rest, and of one length, so nobody can forge it."""
 
 
 class HandshakeServer:
@@ -38,23 +49,31 @@ class HandshakeServer:
         port: port to bind; 0 takes a free one.
         answer: bytes of a request to bytes of the answer; RemoteProtocolError drops the request.
         max_message_bytes: longer requests are dropped by ZMQ, with their connection.
+        keys: whom to answer; None: everybody.
     """
 
     def __init__(
-        self, host: str, port: int, answer: Callable[[bytes], bytes], max_message_bytes: int
+        self,
+        host: str,
+        port: int,
+        answer: Callable[[bytes], bytes],
+        max_message_bytes: int,
+        keys: ChannelKeys | None = None,
     ) -> None:
         self._answer = answer
         self._context = zmq.Context()
+        self._key_check = None if keys is None else KeyCheck(self._context, keys)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self._socket.setsockopt(zmq.LINGER, 0)
+        be_server(self._socket, keys)
         self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-handshake", daemon=True)
         try:
             self.port = _bind(self._socket, host, port)
         except ConfigError:
-            self._context.destroy(linger=0)
+            self.close()
             raise
-        self._thread = threading.Thread(target=self._run, name="kv-handshake", daemon=True)
 
     def start(self) -> None:
         """Answer from now on."""
@@ -65,7 +84,7 @@ class HandshakeServer:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._context.destroy(linger=0)
+        _destroy(self._context, self._key_check, linger=0)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -99,6 +118,9 @@ class Channel(Protocol):
     def messages(self) -> list[tuple[bytes, bytes]]:
         """Take what has come: (identity of the sender's socket or b"" for an answer, payload)."""
 
+    def is_from(self, identity: bytes, peer: PeerRank) -> bool:
+        """Whether that is a socket of this peer, as its message says."""
+
     def connect(self, peer: PeerRank, host: str, port: int) -> None:
         """Open a way to a peer rank. Raises RemoteProtocolError for a host that is none."""
 
@@ -114,8 +136,8 @@ class Channel(Protocol):
     def answers(self) -> list[tuple[InstanceAddress, bytes]]:
         """Take the handshake answers that have come; each ends its request."""
 
-    def refusals(self) -> list[InstanceAddress]:
-        """Take the addresses that were asked where nobody listens; each ends its request."""
+    def refusals(self) -> list[tuple[InstanceAddress, str]]:
+        """Take the addresses that were asked and cannot answer, and why; each ends its request."""
 
     def drop(self, address: InstanceAddress) -> None:
         """Give a handshake up; unknown ones are fine."""
@@ -136,10 +158,14 @@ class Channel(Protocol):
 class SideChannel:
     """One rank's sockets: an inbox peers send to, and outgoing sockets to known peers."""
 
-    def __init__(self, me: PeerRank, host: str, max_message_bytes: int) -> None:
+    def __init__(
+        self, me: PeerRank, host: str, max_message_bytes: int, keys: ChannelKeys | None = None
+    ) -> None:
         self._identity = identity_of(me)
         self._max_message_bytes = max_message_bytes
+        self._keys = keys
         self._context = zmq.Context()
+        self._key_check = None if keys is None else KeyCheck(self._context, keys)
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._poller = zmq.Poller()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -150,14 +176,19 @@ class SideChannel:
         # A peer that connects again after its socket broke must not be locked out by its ghost.
         self._inbox.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._inbox.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.port = _bind(self._inbox, host, 0)
+        be_server(self._inbox, keys)
+        try:
+            self.port = _bind(self._inbox, host, 0)
+        except ConfigError:
+            self.close()
+            raise
         self._outgoing: dict[PeerRank, zmq.Socket[bytes]] = {}
         self._monitors: dict[PeerRank, zmq.Socket[bytes]] = {}
         self._places: dict[PeerRank, tuple[str, int]] = {}
         self._vital_signs: VitalSigns[PeerRank] = VitalSigns(self.wake)
         self._asked: VitalSigns[tuple[InstanceAddress, int]] = VitalSigns(self.wake)
         self._num_asked = 0
-        self._handshakes: dict[InstanceAddress, tuple[int, zmq.Socket[bytes]]] = {}
+        self._handshakes: dict[InstanceAddress, _Asked] = {}
 
     def wake(self) -> None:
         """Make a running or the next `wait` return at once; from any thread, also after `close`."""
@@ -177,25 +208,40 @@ class SideChannel:
             os.eventfd_read(self._wake_fd)
 
     def messages(self) -> list[tuple[bytes, bytes]]:
-        """Take what has come: (identity of the sender's socket or b"" for an answer, payload)."""
+        """Take what has come: (identity of the sender's socket or b"" for an answer, payload).
+
+        With keys, an identity has the sender's key as well, also an answer's.
+        """
         taken: list[tuple[bytes, bytes]] = []
         while len(taken) < _MAX_QUEUED and _readable(self._inbox):
-            identity, *frames = self._inbox.recv_multipart()
+            identity, *frames = self._inbox.recv_multipart(copy=False)
             if frames:
-                taken.append((identity, frames[-1]))
-        for socket in self._outgoing.values():
+                key = b"" if self._keys is None else _KEY + key_of(frames[-1])
+                taken.append((identity.bytes + key, frames[-1].bytes))
+        for peer, socket in self._outgoing.items():
+            known_as = b"" if self._keys is None else self._known_as(peer)
             while len(taken) < _MAX_QUEUED and _readable(socket):
-                taken.append((b"", socket.recv_multipart()[-1]))
+                taken.append((known_as, socket.recv_multipart()[-1]))
         return taken
+
+    def is_from(self, identity: bytes, peer: PeerRank) -> bool:
+        """Whether that is a socket of this peer; with keys, of an owner of its instance's."""
+        if self._keys is None:
+            return sender_matches(identity, peer)
+        return identity == self._known_as(peer)
+
+    def _known_as(self, peer: PeerRank) -> bytes:
+        assert self._keys is not None
+        return identity_of(peer) + _KEY + self._keys.peers.get(peer.engine_id, b"")
 
     def connect(self, peer: PeerRank, host: str, port: int) -> None:
         """Open an outgoing socket to a peer rank's inbox; does not wait for it to answer.
 
         Raises:
-            RemoteProtocolError: the peer's host is not an address.
+            RemoteProtocolError: the peer's host is not an address, or its key is not known.
         """
         if peer not in self._outgoing:
-            socket = self._socket(zmq.DEALER)
+            socket = self._client(peer.engine_id)
             socket.setsockopt(zmq.ROUTING_ID, self._identity)
             _connect(socket, host, port)
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -252,19 +298,21 @@ class SideChannel:
         return True
 
     def ask(self, address: InstanceAddress, payload: bytes) -> None:
-        """Send a handshake request; its answer comes out of `answers`. Where nobody listens, the
-        address comes out of `refusals`.
+        """Send a handshake request; its answer comes out of `answers`. Where nobody listens, or
+        one of the two does not let the other in, the address comes out of `refusals`.
 
         Raises:
-            RemoteProtocolError: the peer's host is not an address.
+            RemoteProtocolError: the peer's host is not an address, or its key is not known.
         """
         self.drop(address)
-        socket = self._socket(zmq.DEALER)
+        socket = self._client(address.engine_id)
+        monitor = HandshakeMonitor(socket)
         _connect(socket, address.host, address.port)
         socket.send(payload, zmq.DONTWAIT)
-        self._poller.register(socket, zmq.POLLIN)
+        for each in (socket, monitor.socket):
+            self._poller.register(each, zmq.POLLIN)
         self._num_asked += 1
-        self._handshakes[address] = (self._num_asked, socket)
+        self._handshakes[address] = _Asked(self._num_asked, socket, monitor)
         # ZMQ would try for ever and say nothing.
         self._asked.look_at(
             (address, self._num_asked), address.host, address.port, _REFUSAL_TIMEOUT_S
@@ -273,27 +321,35 @@ class SideChannel:
     def answers(self) -> list[tuple[InstanceAddress, bytes]]:
         """Take the handshake answers that have come; each ends its request."""
         taken = []
-        for address, (_, socket) in list(self._handshakes.items()):
-            if _readable(socket):
-                taken.append((address, socket.recv_multipart()[-1]))
+        for address, asked in list(self._handshakes.items()):
+            if _readable(asked.socket):
+                taken.append((address, asked.socket.recv_multipart()[-1]))
                 self.drop(address)
         return taken
 
-    def refusals(self) -> list[InstanceAddress]:
-        """Addresses that were asked where nobody listens; each ends its request."""
+    def refusals(self) -> list[tuple[InstanceAddress, str]]:
+        """Addresses that were asked and cannot answer, and why; each ends its request."""
         refused = []
         for (address, number), sign in self._asked.take():
-            if sign is Sign.GONE and self._handshakes.get(address, (0, None))[0] == number:
-                refused.append(address)
-                self.drop(address)
+            asked = self._handshakes.get(address)
+            if sign is Sign.GONE and asked is not None and asked.number == number:
+                refused.append((address, f"nobody listens at {address}"))
+        for address, asked in self._handshakes.items():
+            problem = asked.monitor.problem(address, self._keys is not None)
+            if problem:
+                refused.append((address, problem))
+        for address, _ in refused:
+            self.drop(address)
         return refused
 
     def drop(self, address: InstanceAddress) -> None:
         """Give a handshake up; unknown ones are fine."""
-        _, socket = self._handshakes.pop(address, (0, None))
-        if socket is not None:
-            self._poller.unregister(socket)
-            socket.close()
+        asked = self._handshakes.pop(address, None)
+        if asked is not None:
+            for each in (asked.socket, asked.monitor.socket):
+                self._poller.unregister(each)
+            asked.monitor.close()
+            asked.socket.close()
 
     def close(self) -> None:
         """Close everything; unsent messages get a moment to leave."""
@@ -302,7 +358,16 @@ class SideChannel:
                 return
             self._closed = True
             os.close(self._wake_fd)
-        self._context.destroy(linger=200)
+        _destroy(self._context, self._key_check, linger=200)
+
+    def _client(self, engine_id: EngineId) -> "zmq.Socket[bytes]":
+        socket = self._socket(zmq.DEALER)
+        try:
+            be_client(socket, self._keys, engine_id)
+        except RemoteProtocolError:
+            socket.close()
+            raise
+        return socket
 
     def _socket(self, kind: int) -> "zmq.Socket[bytes]":
         socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -315,6 +380,15 @@ class SideChannel:
         return socket
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A handshake that was asked for."""
+
+    number: int
+    socket: "zmq.Socket[bytes]"
+    monitor: HandshakeMonitor
+
+
 def sender_matches(identity: bytes, peer: PeerRank) -> bool:
     """Whether a message's claimed sender owns the socket it came from."""
     return identity in (b"", identity_of(peer))
@@ -322,6 +396,14 @@ def sender_matches(identity: bytes, peer: PeerRank) -> bool:
 
 def _readable(socket: "zmq.Socket[bytes]") -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def _destroy(
+    context: "zmq.Context[zmq.Socket[bytes]]", key_check: KeyCheck | None, linger: int
+) -> None:
+    if key_check is not None and not context.closed:
+        key_check.close()
+    context.destroy(linger=linger)
 
 
 def identity_of(peer: PeerRank) -> bytes:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvcourier.config import ChannelKeys
 from kvcourier.ids import Incarnation, PeerRank
 from kvcourier.runtime.courier import Courier
 from kvcourier.runtime.side_channel import Channel, HandshakeServer, SideChannel
@@ -38,15 +39,17 @@ class Surroundings:
     Attributes:
         clock: seconds that never go back; the instance's own.
         new_incarnation: names a life, like no other one.
-        open_channel: (who we are, host, longest message) -> a rank's sockets.
-        open_server: (host, port, answer, longest message) -> the instance's handshake server.
+        open_channel: (who we are, host, longest message, keys) -> a rank's sockets.
+        open_server: (host, port, answer, longest message, keys) -> the instance's handshake server.
         run: has a courier take its steps from now on.
     """
 
     clock: Callable[[], float] = time.monotonic
     new_incarnation: Callable[[], Incarnation] = _new_incarnation
-    open_channel: Callable[[PeerRank, str, int], Channel] = SideChannel
-    open_server: Callable[[str, int, Callable[[bytes], bytes], int], Server] = HandshakeServer
+    open_channel: Callable[[PeerRank, str, int, ChannelKeys | None], Channel] = SideChannel
+    open_server: Callable[[str, int, Callable[[bytes], bytes], int, ChannelKeys | None], Server] = (
+        HandshakeServer
+    )
     run: Callable[[Courier], None] = Courier.start
 
 

@@ -8,7 +8,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvcourier.config import CourierConfig, EndpointConfig, StagingConfig, Timing, TransferMode
+from kvcourier.config import (
+    ChannelKeys,
+    CourierConfig,
+    EndpointConfig,
+    StagingConfig,
+    Timing,
+    TransferMode,
+)
 from kvcourier.ids import AgentName, EngineId, Incarnation, PeerRank
 from kvcourier.runtime.courier import Courier
 from kvcourier.runtime.endpoint import KvEndpoint
@@ -156,11 +163,17 @@ class Instance:
             agents.append(name)
             return self._data_path.open(self.place, name, drivers[name.rsplit(":", 1)[1]].wake)
 
-        def open_channel(me: PeerRank, host: str, max_bytes: int) -> SimulatedChannel:
+        def open_channel(
+            me: PeerRank, host: str, max_bytes: int, keys: ChannelKeys | None
+        ) -> SimulatedChannel:
             return self._wire.open_channel(self.place, me, drivers[str(me.rank)].wake)
 
         def open_server(
-            host: str, port: int, answer: Callable[[bytes], bytes], max_bytes: int
+            host: str,
+            port: int,
+            answer: Callable[[bytes], bytes],
+            max_bytes: int,
+            keys: ChannelKeys | None,
         ) -> SimulatedServer:
             return self._wire.open_server(self.place, port, answer)
 

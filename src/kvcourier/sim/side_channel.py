@@ -10,7 +10,7 @@ from collections.abc import Callable
 from kvcourier.core.events import PeerProbed, Sign
 from kvcourier.errors import RemoteProtocolError
 from kvcourier.ids import InstanceAddress, PeerRank
-from kvcourier.runtime.side_channel import identity_of
+from kvcourier.runtime.side_channel import identity_of, sender_matches
 from kvcourier.sim.faults import Path
 from kvcourier.sim.network import Network
 from kvcourier.sim.timeline import Timeline
@@ -129,7 +129,7 @@ class SimulatedChannel:
         self._asked: dict[InstanceAddress, int] = {}
         self._num_asked = 0
         self._answered: list[tuple[InstanceAddress, bytes]] = []
-        self._refused: list[InstanceAddress] = []
+        self._refused: list[tuple[InstanceAddress, str]] = []
         self._broken: list[PeerRank] = []
         self._looking: dict[PeerRank, int] = {}
         self._num_looks = 0
@@ -146,6 +146,10 @@ class SimulatedChannel:
         """See Channel."""
         arrived, self._arrived = self._arrived, []
         return arrived
+
+    def is_from(self, identity: bytes, peer: PeerRank) -> bool:
+        """See Channel."""
+        return sender_matches(identity, peer)
 
     def connect(self, peer: PeerRank, host: str, port: int) -> None:
         """See Channel."""
@@ -183,7 +187,7 @@ class SimulatedChannel:
         answered, self._answered = self._answered, []
         return answered
 
-    def refusals(self) -> list[InstanceAddress]:
+    def refusals(self) -> list[tuple[InstanceAddress, str]]:
         """See Channel."""
         refused, self._refused = self._refused, []
         return refused
@@ -260,7 +264,7 @@ class SimulatedChannel:
     def _be_refused(self, address: InstanceAddress, number: int) -> None:
         if self._asked.get(address) == number and self.port in self._wire.channels:
             del self._asked[address]
-            self._refused.append(address)
+            self._refused.append((address, f"nobody listens at {address}"))
             self._wake()
 
     def _be_answered(self, address: InstanceAddress, number: int, reply: bytes) -> None:

@@ -69,7 +69,7 @@ class SchedulerSide:
     def __init__(self, settings: ConnectorSettings) -> None:
         self._settings = settings
         self._tables: tuple[BlockTable, ...] = ()
-        self._link = EngineLink()
+        self._link = EngineLink(settings.endpoint.engine_id, settings.endpoint.keys)
         self._holds: dict[RequestId, tuple[HoldId, TransferKey | None]] = {}
         self._keys: set[TransferKey | None] = set()
         self._wants: dict[RequestId, _Phase] = {}
@@ -83,6 +83,7 @@ class SchedulerSide:
             config.side_channel_port,
             lambda payload: handshake.answer(payload, self._offer),
             config.limits.max_message_bytes,
+            config.keys,
         )
 
     # Life.

@@ -8,6 +8,7 @@ import enum
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcourier.allow_list import AllowList, parse_allow_list
@@ -24,6 +25,7 @@ from kvcourier.config import (
 )
 from kvcourier.errors import ConfigError
 from kvcourier.ids import EngineId, Incarnation
+from kvcourier.runtime.channel_keys import read_keys
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,6 +65,8 @@ _KNOWN_KEYS = frozenset(
         "staging_slot_mib",
         "granularity",
         "allowed_peers",
+        "side_channel_key",
+        "side_channel_peer_keys",
         "log_stories",
     }
 )
@@ -136,6 +140,11 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
             side_channel_host=host,
             side_channel_port=port,
             allowed_peers=_allowed_peers(extra),
+            keys=read_keys(
+                _path(extra, "side_channel_key"),
+                _path(extra, "side_channel_peer_keys"),
+                EngineId(transfer.engine_id),
+            ),
             timing=timing,
             courier=CourierConfig(
                 backends=tuple(backends),
@@ -187,6 +196,13 @@ def _allowed_peers(extra: Mapping[str, Any]) -> AllowList | None:
     if not isinstance(entries, list) or not all(map(_is_text, entries)):
         raise ConfigError(f"{setting}: expected a list of texts, found {entries!r}")
     return parse_allow_list(entries, setting)
+
+
+def _path(extra: Mapping[str, Any], key: str) -> Path | None:
+    value = extra.get(key)
+    if value is not None and not _is_text(value):
+        raise ConfigError(f"kv_connector_extra_config.{key}: expected a path, found {value!r}")
+    return None if value is None else Path(value)
 
 
 def _choice(extra: Mapping[str, Any], key: str, default: E) -> E:
