@@ -150,6 +150,20 @@ def test_a_reset_of_a_peer_that_nobody_waits_for_means_nothing(pair):
         assert not counted(side, Counted.PEERS_PROBED)
 
 
+def test_a_reset_before_anybody_waited_is_looked_into_by_the_first_who_does():
+    """P dies while D's request is queued there: D registers with the dead."""
+    pair = Pair()
+    pair.hold("p1", "t1")
+    pair.want_push("d1", "t1")
+    pair.deliver_all()
+    reset(pair, pair.decode, pair.prefill)
+    assert not counted(pair.decode, Counted.PEERS_PROBED)
+    assert pair.reserve("d1", "hello", 0, 40)
+    assert counted(pair.decode, Counted.PEERS_PROBED) == 1
+    pair.engine(pair.decode, PeerProbed(pair.prefill.rank(RANK), Sign.GONE))
+    assert pair.decode.outcomes("d1") == {Outcome.RECEIVE_FAILED}
+
+
 def test_a_reset_alone_is_no_death(pair):
     """A connection of a living peer may break."""
     reset(pair, pair.decode, pair.prefill)

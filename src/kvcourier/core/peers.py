@@ -43,6 +43,8 @@ class Peer:
     why_not_from_us: str = ""
     """Why it can take nothing from us, if so."""
     users: set[RequestId] = field(default_factory=set)
+    was_reset: bool = False
+    """A connection to it broke while no transfer waited for it; the next one that does looks."""
 
     def rank(self, rank: Rank) -> PeerRank:
         """One of its ranks, in its present life; only while connected."""

@@ -85,6 +85,8 @@ class Watch:
         for each in self._space.peers.all():
             if peer in self._needed(each.address):
                 self._look_closer(peer, self._watched.setdefault(peer, _Watched(each.address)))
+            elif (each.address.engine_id, each.incarnation) == peer[:2]:
+                each.was_reset = True
 
     def on_probed(self, peer: PeerRank, sign: Sign) -> None:
         """What the closer look has found."""
@@ -115,8 +117,15 @@ class Watch:
         if not needed:
             return
         self._space.set_timer(TimerKind.WATCH, address, self._space.timing.beat_s)
+        entry = self._space.peers.get(address)
+        was_reset = entry is not None and entry.was_reset
         for peer in sorted(needed):
-            self._take_turn(peer, self._watched.setdefault(peer, _Watched(address)))
+            watched = self._watched.setdefault(peer, _Watched(address))
+            self._take_turn(peer, watched)
+            if was_reset:
+                self._look_closer(peer, watched)
+        if entry is not None:
+            entry.was_reset = False
 
     def _take_turn(self, peer: PeerRank, watched: _Watched) -> None:
         watched.num_missed = 0 if watched.heard else watched.num_missed + 1

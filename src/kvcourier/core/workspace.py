@@ -158,7 +158,10 @@ class Workspace:
 
     def watch(self, address: InstanceAddress) -> None:
         """Some transfer waits for this peer from now on; see `core.watch`."""
-        if (TimerKind.WATCH, address) not in self.timers:
+        peer = self.peers.get(address)
+        if peer is not None and peer.was_reset:
+            self.set_timer(TimerKind.WATCH, address, 0.0)
+        elif (TimerKind.WATCH, address) not in self.timers:
             self.set_timer(TimerKind.WATCH, address, self.timing.beat_s)
 
     def shake_again(self, address: InstanceAddress, mode: TransferMode) -> None:
