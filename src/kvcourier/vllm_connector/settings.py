@@ -25,7 +25,6 @@ from kvcourier.config import (
 )
 from kvcourier.errors import ConfigError
 from kvcourier.ids import EngineId, Incarnation
-from kvcourier.runtime.channel_keys import read_keys
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -103,6 +102,9 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
     Raises:
         ConfigError: something in it is not supported, or a key has an unusable value.
     """
+    # Needs ZMQ, which the commands that only know our defaults do without.
+    from kvcourier.runtime.channel_keys import read_keys
+
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.engine_id is None:
         raise ConfigError("kv_transfer_config: expected one with an engine_id, found none")
