@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 
 from kvcourier.allow_list import AllowList
+from kvcourier.api_keys import ApiKeys
 from kvcourier.cli.serve import Dtype, Granularity, LoadFailurePolicy, Role
 from kvcourier.config import (
     MIB,
@@ -63,6 +64,7 @@ class InstanceSettings:
     kv_modes: frozenset[TransferMode]
     side_channel_host: str | None
     side_channel_port: int | None
+    api_keys: ApiKeys | None
     side_channel_key: Path | None
     side_channel_peer_keys: Path | None
     dp_rank: int
@@ -125,6 +127,7 @@ def run_instance(settings: InstanceSettings) -> None:
             limits=endpoint_config.limits,
             served_model_name=settings.api_name,
             registry=registry,
+            api_keys=settings.api_keys,
         )
         serve_until_stopped(app, listener)
 

@@ -3,10 +3,12 @@
 Decides the router's flags. Refuses to know how requests are routed.
 """
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvcourier.api_keys import api_keys, read_api_keys
 from kvcourier.cli.config_file import ConfigFile
 from kvcourier.config import Binding, TransferMode
 from kvcourier.router.config import (
@@ -66,6 +68,22 @@ def route(
     max_in_flight: Annotated[
         int, typer.Option(help="Requests at a time; more are refused with 503.")
     ] = _LIMITS.max_in_flight,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Keys, one a line, of which clients must have one (Authorization: Bearer), but "
+            "for /health and /metrics. Default: open to all.",
+        ),
+    ] = None,
+    instance_api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The key that the router shows to every instance, the first line. Default: none, "
+            "and the client's is passed on if the router has no keys of its own.",
+        ),
+    ] = None,
     config: ConfigFile = None,
 ) -> None:
     """Speak the OpenAI API in front of prefill and decode instances.
@@ -100,5 +118,9 @@ def route(
             total_s=total_timeout,
         ),
         limits=RouterLimits(max_in_flight=max_in_flight),
+        api_keys=None if api_key_file is None else api_keys(read_api_keys(api_key_file)),
+        instance_api_key=(
+            None if instance_api_key_file is None else read_api_keys(instance_api_key_file)[0]
+        ),
     )
     serve_until_stopped(create_app(settings), bind(host, port))

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from kvcourier.allow_list import parse_allow_list
+from kvcourier.api_keys import api_keys, read_api_keys
 from kvcourier.cli.config_file import ConfigFile
 from kvcourier.config import MIB, CourierConfig, PathPolicy, Posting, Timing, TransferMode
 from kvcourier.errors import ConfigError
@@ -132,6 +133,14 @@ def serve(
             max=65535,
             help="0 takes a free one. Default: $VLLM_NIXL_SIDE_CHANNEL_PORT, else 5600, plus "
             "--dp-rank.",
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Keys, one a line, of which calls must have one (Authorization: Bearer), but for "
+            "/health and /metrics. Default: open to all.",
         ),
     ] = None,
     side_channel_key: Annotated[
@@ -284,6 +293,7 @@ def serve(
             kv_modes=modes,
             side_channel_host=side_channel_host,
             side_channel_port=side_channel_port,
+            api_keys=None if api_key_file is None else api_keys(read_api_keys(api_key_file)),
             side_channel_key=side_channel_key,
             side_channel_peer_keys=side_channel_peer_keys,
             dp_rank=dp_rank,

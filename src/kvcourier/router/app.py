@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvcourier.api_keys import RequireApiKey
 from kvcourier.ids import RequestId
 from kvcourier.router.answers import JSON_TYPE, error_content, send_error
 from kvcourier.router.attempt import ClientCall, Services
@@ -50,7 +51,7 @@ def create_app(config: RouterConfig) -> Starlette:
     Its lifespan starts asking the instances about themselves, and ends all that it started. An
     instance that is not up yet is no error.
     """
-    client = make_client(config.timeouts)
+    client = make_client(config.timeouts, config.instance_api_key)
     sides = {
         LegName.PREFILL: _side(config, config.prefill, client),
         LegName.DECODE: _side(config, config.decode, client),
@@ -70,6 +71,8 @@ def create_app(config: RouterConfig) -> Starlette:
         exception_handlers={HTTPException: _http_error},
         lifespan=lambda _app: _lifespan(services),
     )
+    if config.api_keys is not None:
+        app.add_middleware(RequireApiKey, keys=config.api_keys)
     app.state.services = services
     app.state.begin_stop = services.begin_stop
     return app
@@ -150,7 +153,7 @@ class _Calls:
         call = ClientCall(
             path=scope["path"],
             body=body,
-            headers=forwarded_headers(headers.items()),
+            headers=forwarded_headers(headers.items(), self._services.config.has_keys),
             mode=transfer_mode,
             binding=binding,
             request_id=RequestId(request_id),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from kvcourier.api_keys import ApiKeys
 from kvcourier.config import DEFAULT_SIDE_CHANNEL_PORT, Binding, TransferMode
 from kvcourier.errors import ConfigError
 from kvcourier.ids import EngineId
@@ -130,6 +131,8 @@ class RouterConfig:
         policy: a key of `policy.POLICIES`.
         retries: further dispatches after a connection to an instance failed and before the
             client got a byte. Each goes to another instance under a new transfer id.
+        api_keys: of which clients must have one; None: open to all.
+        instance_api_key: what the router itself shows to every instance; None: nothing.
     """
 
     prefill: tuple[InstanceSpec, ...]
@@ -140,6 +143,13 @@ class RouterConfig:
     retries: int = 0
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: RouterLimits = field(default_factory=RouterLimits)
+    api_keys: ApiKeys | None = None
+    instance_api_key: str | None = field(default=None, repr=False)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether keys end at the router, so that no client's is passed on."""
+        return self.api_keys is not None or self.instance_api_key is not None
 
     def __post_init__(self) -> None:
         for side in ("prefill", "decode"):

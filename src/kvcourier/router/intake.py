@@ -129,8 +129,13 @@ def binding_of(headers: Mapping[str, str], mode: TransferMode, default: Binding 
         raise CallRefused(str(error), BINDING_HEADER) from None
 
 
-def forwarded_headers(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """The client's headers that both legs carry, in lower case: authorization, tracing, ..."""
+def forwarded_headers(
+    headers: Iterable[tuple[str, str]], router_has_keys: bool = False
+) -> tuple[tuple[str, str], ...]:
+    """The client's headers that both legs carry, in lower case: authorization, tracing, ...
+
+    A client's key is the instances' business only where the router knows no keys itself.
+    """
     lowered = [(name.lower(), value) for name, value in headers]
     listed = {
         item.strip().lower()
@@ -138,5 +143,5 @@ def forwarded_headers(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, st
         if name == "connection"
         for item in value.split(",")
     }
-    dropped = _NOT_FORWARDED | listed
+    dropped = _NOT_FORWARDED | listed | ({"authorization"} if router_has_keys else set())
     return tuple((name, value) for name, value in lowered if name not in dropped)

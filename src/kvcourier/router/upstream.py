@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import httpx
 
+from kvcourier.api_keys import bearer
 from kvcourier.router.answers import EventStream
 from kvcourier.router.config import RouterLimits, Timeouts
 from kvcourier.router.events import (
@@ -55,9 +56,11 @@ class _ClientGone(Exception):
     """The client's connection takes no more bytes."""
 
 
-def make_client(timeouts: Timeouts) -> httpx.AsyncClient:
-    """The HTTP client for all instances; deadlines beyond connecting are the legs' own."""
+def make_client(timeouts: Timeouts, api_key: str | None = None) -> httpx.AsyncClient:
+    """The HTTP client for all instances, which have this key; deadlines beyond connecting are the
+    legs' own."""
     return httpx.AsyncClient(
+        headers=None if api_key is None else [bearer(api_key)],
         timeout=httpx.Timeout(None, connect=timeouts.connect_s),
         limits=httpx.Limits(
             max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvcourier.api_keys import ApiKeys, RequireApiKey
 from kvcourier.config import Limits
 from kvcourier.core.params import PullIntent, PushIntent, parse_params
 from kvcourier.engine.server.answer import GenerationAnswer
@@ -58,6 +59,7 @@ def create_app(
     metrics_text: Callable[[], bytes] | None = None,
     registry: CollectorRegistry | None = None,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    api_keys: ApiKeys | None = None,
 ) -> Starlette:
     """The server as an ASGI application; run it with `serve`.
 
@@ -70,6 +72,7 @@ def create_app(
         metrics_text: body of /metrics; by default what is in `registry`.
         registry: takes the metrics of this server and of `engine.stats()`; by default a new one.
         max_body_bytes: longer bodies get HTTP 413.
+        api_keys: of which a call must have one, but for /health and /metrics; None: open to all.
     """
     registry = CollectorRegistry() if registry is None else registry
     registry.register(EngineCollector(engine.stats, served_model_name))
@@ -138,6 +141,8 @@ def create_app(
         },
         lifespan=lifespan,
     )
+    if api_keys is not None:
+        app.add_middleware(RequireApiKey, keys=api_keys)
     app.state.begin_stop = active.stop
     return app
 
