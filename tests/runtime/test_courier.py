@@ -275,7 +275,11 @@ def test_a_peer_that_dies_while_it_is_waited_for(world):
     decode.wait_until(lambda: "registered" in decode.whats("d-x"))
     prefill.wait_until(lambda: "registered" in prefill.whats("t-x"))
     world.network.kill(world.transports["d"].agent_name)
-    decode.endpoint.close()
+
+    def die() -> list:
+        raise RuntimeError("killed, without a good-bye")
+
+    world.transports["d"].notifications = die
     prefill.wait_until(lambda: "delivery_failed" in prefill.whats("t-x"))
     prefill.prefill("p-x", "x", SOURCE, STOP)
     prefill.wait_for("p-x", Outcome.SEND_FAILED, Outcome.RELEASED)
