@@ -128,6 +128,8 @@ class KeyCheck:
     def close(self) -> None:
         """Answer no more; before the context is destroyed."""
         with self._context.socket(zmq.REQ) as stop:
+            # Were the thread gone, the word to it would keep the context from ending.
+            stop.setsockopt(zmq.LINGER, 0)
             stop.connect(_ZAP)
             stop.send(_STOP)
             self._thread.join()
