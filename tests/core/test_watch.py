@@ -59,7 +59,14 @@ def reset(pair: Pair, side: Side, other: Side) -> None:
 
 
 def quarantined(side: Side) -> int:
-    return side.endpoints[RANK].gauges()["quarantined_blocks"]
+    endpoint = side.endpoints[RANK]
+    gauges = endpoint.gauges()
+    (geometry,) = side.geometries[RANK]
+    # Two layers of K and V.
+    assert geometry.block_bytes_of_all_layers == 4 * geometry.block_bytes
+    in_bytes = gauges["quarantined_blocks"] * geometry.block_bytes_of_all_layers
+    assert gauges["quarantined_bytes"] == in_bytes
+    return gauges["quarantined_blocks"]
 
 
 def test_idle_peers_do_not_beat(pair):

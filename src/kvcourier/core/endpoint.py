@@ -16,6 +16,7 @@ from kvcourier.allow_list import AllowList
 from kvcourier.config import Limits, Timing
 from kvcourier.core.commands import Command
 from kvcourier.core.events import (
+    BlockGroups,
     BlocksReserved,
     ConnectFailed,
     EndpointClosing,
@@ -191,7 +192,16 @@ class Endpoint:
             "peers": len(self._space.peers),
             "watched_peers": len(self._watch),
             "quarantined_blocks": sum(len(group) for groups in quarantined for group in groups),
+            "quarantined_bytes": sum(map(self._bytes_of, quarantined)),
         }
+
+    def _bytes_of(self, block_ids: BlockGroups) -> int:
+        """How much of this rank's memory these blocks are."""
+        groups = self._space.geometries[self.me.rank]
+        return sum(
+            len(group) * geometry.block_bytes_of_all_layers
+            for group, geometry in zip(block_ids, groups, strict=False)
+        )
 
     # Dispatch.
 

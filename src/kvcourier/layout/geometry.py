@@ -99,6 +99,11 @@ class CacheGeometry:
         """Bytes of one block of one plane of one layer."""
         return self.block_size * self.num_heads * self.cell_bytes
 
+    @property
+    def block_bytes_of_all_layers(self) -> int:
+        """Bytes of one block in all planes of all layers."""
+        return self.block_bytes * self.kind.num_planes * len(self.layers)
+
 
 GroupGeometries = tuple[CacheGeometry, ...]
 """The cache groups of one rank, in the order of its lists of block ids."""

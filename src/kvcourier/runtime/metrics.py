@@ -199,6 +199,7 @@ _HELP = {
     "peers": "Peers connected or being connected.",
     "watched_peers": "Ranks of peers that transfers wait for, which are asked for signs of life.",
     "quarantined_blocks": "Blocks that nobody may use because something may still touch them.",
+    "quarantined_bytes": "The memory of these blocks.",
     "staging_slots_used": "Slots of staging memory, for either direction, that are in use.",
 }
 
