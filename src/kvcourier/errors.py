@@ -36,9 +36,7 @@ class ParamsError(KVCourierError):
 
     def __init__(self, field: str, expected: str, found: object) -> None:
         self.field = field
-        super().__init__(
-            f"kv_transfer_params.{field}: expected {expected}, found {_shorten(found)}"
-        )
+        super().__init__(f"kv_transfer_params.{field}: expected {expected}, found {shorten(found)}")
 
 
 class HandshakeRejected(KVCourierError):
@@ -81,10 +79,16 @@ class PeerLost(TransportError):
     """The agent on the other side is gone: its process died or its connection was reset."""
 
 
-def _shorten(value: object, limit: int = 80) -> str:
+def shorten(value: object, limit: int = 80) -> str:
+    """How a refusal shows a value that came from outside: at most so many characters of it."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):
         # Nested too deeply, or a number too long to be printed: the type must do.
         text = f"a {type(value).__name__}"
+    return clip(text, limit)
+
+
+def clip(text: str, limit: int = 300) -> str:
+    """A text that may repeat what came from outside, cut to so many characters."""
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -239,6 +239,14 @@ def test_a_refusal_has_at_least_one_and_at_most_64_reasons(sent, kept):
     assert len(reasons_of(lambda: read_answer(payload, P, FACTS, LIMITS))) == kept
 
 
+@pytest.mark.parametrize("reasons", [[], [""], ["", ""]])
+def test_a_refusal_without_a_word_is_given_some(reasons):
+    payload = msgspec.msgpack.encode(HandshakeRefused(PROTOCOL_VERSION, reasons))
+    assert reasons_of(lambda: read_answer(payload, P, FACTS, LIMITS)) == (
+        "refused without a reason",
+    )
+
+
 def test_an_answer_that_is_too_long():
     payload = answer(REQUEST, OFFER)
     with pytest.raises(RemoteProtocolError, match="too long"):

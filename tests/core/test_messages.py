@@ -285,6 +285,14 @@ def test_nested_deeply(opening, depth):
     is_taken(in_a_field_to_skip(opening * depth + b"\xa1x" + b"\xc0" * depth))
 
 
+def test_a_refusal_does_not_repeat_a_long_input():
+    """A peer could fill a log with one line."""
+    payload = msgspec.msgpack.encode(_fields("fenced") | {"type": "x" * 1_000_000})
+    with pytest.raises(RemoteProtocolError) as caught:
+        decode(payload, LIMITS)
+    assert len(str(caught.value)) < 400
+
+
 def test_a_field_to_skip_may_nest_within_reason():
     assert is_taken(in_a_field_to_skip(b"\x91" * 10 + b"\xc0"))
     assert not is_taken(in_a_field_to_skip(b"\x91" * 200_000 + b"\xc0"))

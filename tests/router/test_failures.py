@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from kvcourier.router.config import RouterLimits, Timeouts
+from kvcourier.router.config import InstanceSpec, RouterLimits, Timeouts
+from kvcourier.router.instances import Instance
 from router.fake_instance import (
     CHUNKS,
     DONE,
@@ -174,6 +175,7 @@ async def test_p_may_answer_after_d_is_done() -> None:
         (b'{"kv_transfer_params": {}}', "no_handoff"),
         (b"<html>", "unreadable"),
         (b"[]", "unreadable"),
+        (b"[" * 100_000, "unreadable"),
     ],
 )
 @both_modes
@@ -366,6 +368,18 @@ async def test_an_instance_that_told_nothing_of_itself_is_not_told_to_let_go() -
         assert (await here.post(mode="pull")).status_code == 502
         await asyncio.gather(*here.services.background)
         assert here.prefill[0].let_go.empty()
+
+
+async def test_an_instance_that_tells_nonsense_is_asked_again() -> None:
+    """Nested so deeply that it cannot be read, it once ended what keeps asking."""
+
+    def nonsense(_request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=b"[" * 100_000)
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(nonsense)) as client:
+        instance = Instance(InstanceSpec("http://p:1"), client, Timeouts())
+        await instance.learn()
+    assert instance.info is None and "unusable: nested too deeply" in instance.problem
 
 
 # (d) The client leaves.

@@ -126,7 +126,7 @@ def test_headers_of_a_leg() -> None:
     }
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"<html>", b"\xff"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"<html>", b"\xff", b"[" * 100_000])
 def test_an_answer_that_is_no_object(content: bytes) -> None:
     with pytest.raises(ValueError):
         read_handoff(content)

@@ -122,6 +122,12 @@ def test_an_unusable_answer_is_named(key: str, value: Any) -> None:
         parse_instance_info(INFO | {key: value})
 
 
+def test_a_refusal_does_not_repeat_a_long_answer() -> None:
+    with pytest.raises(ValueError, match="incarnation") as caught:
+        parse_instance_info(INFO | {"incarnation": [0] * 10_000})
+    assert len(str(caught.value)) < 200
+
+
 def test_an_instance_must_tell_an_object() -> None:
     with pytest.raises(ValueError, match="object"):
         parse_instance_info(["p"])

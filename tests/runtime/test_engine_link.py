@@ -30,8 +30,9 @@ def test_a_call_without_the_token_is_none_of_ours() -> None:
     assert decode_call(theirs + call, ours, Limits()) is None
     assert decode_call(call, ours, Limits()) is None
     assert decode_call(ours + call, None, Limits()) is None
-    with pytest.raises(RemoteProtocolError):
-        decode_call(ours + b"junk", ours, Limits())
+    for junk in (b"junk", b"\x91" * 100_000, call.replace(b"x", b"\xff")):
+        with pytest.raises(RemoteProtocolError):
+            decode_call(ours + junk, ours, Limits())
 
 
 def test_a_link_without_couriers_is_a_mistake() -> None:

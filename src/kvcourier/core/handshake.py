@@ -18,7 +18,7 @@ import numpy as np
 
 from kvcourier.config import Limits, TransferMode
 from kvcourier.core.messages import PROTOCOL_VERSION, Index, Port, RankPair, Text
-from kvcourier.errors import HandshakeRejected, MappingError, RemoteProtocolError
+from kvcourier.errors import HandshakeRejected, MappingError, RemoteProtocolError, clip
 from kvcourier.ids import AgentName, EngineId, Incarnation, Rank
 from kvcourier.layout import validate_cache
 from kvcourier.layout.geometry import (
@@ -236,7 +236,7 @@ def answer(payload: bytes, offer: Offer) -> bytes:
     try:
         asked = _request_decoder.decode(payload)
     except _UNREADABLE as error:
-        raise RemoteProtocolError(f"malformed handshake request: {error}") from None
+        raise RemoteProtocolError(f"malformed handshake request: {clip(str(error))}") from None
     reasons = list(judge(offer.facts, asked.facts).reasons)
     if asked.expected_engine_id != offer.engine_id:
         reasons.append(f"engine_id: {offer.engine_id} here, {asked.expected_engine_id} asked for")
@@ -269,9 +269,10 @@ def read_answer(payload: bytes, engine_id: EngineId, facts: Facts, limits: Limit
     try:
         reply = _reply_decoder.decode(payload)
     except _UNREADABLE as error:
-        raise RemoteProtocolError(f"malformed handshake answer: {error}") from None
+        raise RemoteProtocolError(f"malformed handshake answer: {clip(str(error))}") from None
     if isinstance(reply, HandshakeRefused):
-        raise HandshakeRejected(reply.reasons[:64] or ["refused without a reason"])
+        said = [reason for reason in reply.reasons[:64] if reason]
+        raise HandshakeRejected(said or ["refused without a reason"])
     offer = reply.offer
     reasons = list(judge(facts, offer.facts).reasons)
     if offer.engine_id != engine_id:
@@ -394,7 +395,7 @@ def _version(payload: bytes) -> int:
     try:
         return _header_decoder.decode(payload).protocol_version
     except _UNREADABLE as error:
-        raise RemoteProtocolError(f"no kvcourier handshake: {error}") from None
+        raise RemoteProtocolError(f"no kvcourier handshake: {clip(str(error))}") from None
 
 
 def _refuse(reasons: list[str]) -> bytes:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvcourier.config import Limits
-from kvcourier.errors import RemoteProtocolError
+from kvcourier.errors import RemoteProtocolError, clip
 from kvcourier.ids import (
     EngineId,
     HoldId,
@@ -389,7 +389,7 @@ def decode(payload: bytes, limits: Limits) -> AnyMessage:
     try:
         message = _decoder.decode(payload.removeprefix(REGISTRATION_PREFIX))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"malformed message: {error}") from None
+        raise RemoteProtocolError(f"malformed message: {clip(str(error))}") from None
     _check_lengths(message, limits)
     return message
 

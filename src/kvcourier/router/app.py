@@ -37,6 +37,7 @@ from kvcourier.router.intake import (
     parse_body,
     request_id_of,
 )
+from kvcourier.router.legs import read_object
 from kvcourier.router.metrics import RouterMetrics
 from kvcourier.router.upstream import Upstream, make_client
 
@@ -257,5 +258,5 @@ def _cards(answers: list[httpx.Response | str]) -> dict[str, Any]:
         if isinstance(answer, str) or not answer.is_success:
             continue
         with suppress(ValueError, TypeError, KeyError):
-            cards |= {card["id"]: card for card in answer.json()["data"]}
+            cards |= {card["id"]: card for card in read_object(answer.content)["data"]}
     return cards

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from kvcourier.api_keys import ApiKeys
 from kvcourier.config import DEFAULT_SIDE_CHANNEL_PORT, Binding, TransferMode
-from kvcourier.errors import ConfigError
+from kvcourier.errors import ConfigError, shorten
 from kvcourier.ids import EngineId
 from kvcourier.router.policy import POLICIES
 
@@ -189,7 +189,7 @@ def _one_of(names: type[_Name], text: str, what: str) -> _Name:
         return names(text.strip().lower())
     except ValueError:
         allowed = ", ".join(names)
-        raise ConfigError(f"{what}: expected one of {allowed}, found {text!r}") from None
+        raise ConfigError(f"{what}: expected one of {allowed}, found {shorten(text)}") from None
 
 
 def _number(low: int, high: int) -> Callable[[str, str], int]:

@@ -17,9 +17,10 @@ from typing import Any
 import httpx
 
 from kvcourier.config import TransferMode
+from kvcourier.errors import shorten
 from kvcourier.ids import EngineId, Incarnation
 from kvcourier.router.config import MAX_PARALLEL_SIZE, Coordinates, InstanceSpec, Timeouts
-from kvcourier.router.legs import Params
+from kvcourier.router.legs import Params, read_object
 from kvcourier.router.policy import Candidate, choose
 
 _log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def parse_instance_info(data: object) -> InstanceInfo:
         raise ValueError("expected a JSON object")
     modes = data.get("modes")
     if not isinstance(modes, list):
-        raise ValueError(f"modes: expected a list, found {modes!r}")
+        raise ValueError(f"modes: expected a list, found {shorten(modes)}")
     return InstanceInfo(
         coordinates=Coordinates(
             engine_id=EngineId(_text(data, "engine_id")),
@@ -68,14 +69,14 @@ def parse_instance_info(data: object) -> InstanceInfo:
 def _text(data: Mapping[str, Any], key: str) -> str:
     value = data.get(key)
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{key}: expected a string, found {value!r}")
+        raise ValueError(f"{key}: expected a string, found {shorten(value)}")
     return value
 
 
 def _number(data: Mapping[str, Any], key: str, high: int) -> int:
     value = data.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
-        raise ValueError(f"{key}: expected a whole number from 1 to {high}, found {value!r}")
+        raise ValueError(f"{key}: expected a whole number from 1 to {high}, found {shorten(value)}")
     return value
 
 
@@ -149,7 +150,7 @@ class Instance:
             self.problem = f"does not tell (GET {INSTANCE_PATH} gave {response.status_code})"
             return
         try:
-            self.info = parse_instance_info(response.json())
+            self.info = parse_instance_info(read_object(response.content))
             self.problem = ""
         except ValueError as error:
             self.info = None

@@ -126,16 +126,28 @@ def decode_leg(call: Call, params: Params) -> Leg:
     return Leg(_encode(body), _headers(call, call.decode_dp_rank), bool(body.get("stream")))
 
 
+def read_object(content: bytes) -> dict[str, Any]:
+    """The JSON object that an instance answered.
+
+    Raises:
+        ValueError: it is none, or nested too deeply to be read.
+    """
+    try:
+        answer = json.loads(content)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(answer, dict):
+        raise ValueError("not a JSON object")
+    return answer
+
+
 def read_handoff(content: bytes) -> Params | None:
     """P's `kv_transfer_params`, or None if the answer has none.
 
     Raises:
         ValueError: the answer is not a JSON object.
     """
-    answer = json.loads(content)
-    if not isinstance(answer, dict):
-        raise ValueError("not a JSON object")
-    handoff = answer.get("kv_transfer_params")
+    handoff = read_object(content).get("kv_transfer_params")
     return handoff if isinstance(handoff, dict) and handoff else None
 
 

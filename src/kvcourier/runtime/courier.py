@@ -501,7 +501,7 @@ class Courier:
     def _drop_foreign(self, message: AnyMessage) -> None:
         """It did not come by its way, or from whom it says."""
         self._observer.dropped("wrong_sender")
-        _log.warning("message dropped: %s did not send this: %s", message.sender, message)
+        _log.warning("message dropped: %s did not send this: %.300s", message.sender, message)
 
     def _connect(self, address: InstanceAddress, mode: TransferMode) -> None:
         try:

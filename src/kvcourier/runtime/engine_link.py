@@ -26,7 +26,7 @@ from kvcourier.core.events import (
     groups_of,
 )
 from kvcourier.core.params import HoldIntent, parse_params
-from kvcourier.errors import LocalProtocolError, ParamsError, RemoteProtocolError
+from kvcourier.errors import LocalProtocolError, ParamsError, RemoteProtocolError, clip
 from kvcourier.ids import EngineId, HoldId, RequestId, TransferId, TransferKey
 from kvcourier.layout.geometry import TokenSpan
 from kvcourier.runtime.channel_keys import be_client
@@ -116,8 +116,8 @@ def decode_call(payload: bytes, token: EngineToken | None, limits: Limits) -> En
         return None
     try:
         return event_of(_decoder.decode(payload[_TOKEN_BYTES:]), limits)
-    except (msgspec.DecodeError, ParamsError) as error:
-        raise RemoteProtocolError(f"engine call cannot be read: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ParamsError) as error:
+        raise RemoteProtocolError(f"engine call cannot be read: {clip(str(error))}") from None
 
 
 def event_of(call: AnyCall, limits: Limits) -> EngineEvent:

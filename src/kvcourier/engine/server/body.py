@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import Request
 
 from kvcourier.engine.server.errors import ApiError, bad_field
+from kvcourier.errors import clip
 from kvcourier.openai import GenerationFields
 
 RequestT = TypeVar("RequestT", bound=GenerationFields)
@@ -89,7 +90,7 @@ def parse_body(body: bytes, kind: type[RequestT]) -> RequestT:
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+        raise ApiError(400, f"the body is not valid JSON: {clip(str(error))}") from error
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply") from error
     if not isinstance(fields, dict):
@@ -116,7 +117,7 @@ def _wrong_type(message: str) -> ApiError:
     path = _PATH.search(message)
     missing = _MISSING.search(message)
     names = [found[1] for found in (path, missing) if found and found[1]]
-    text = _PATH.sub("", message)
+    text = clip(_PATH.sub("", message))
     text = text[:1].lower() + text[1:]
     if not names:
         return ApiError(400, text)
