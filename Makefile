@@ -19,7 +19,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 MANIFESTS := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm bench worlds chaos soak lint format setup clean
+.PHONY: help demo test test-vllm bench worlds chaos soak fuzz lint format setup clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,10 @@ chaos: $(DEV_STAMP)  ## kill, stop and cut off real processes, and write what ca
 MINUTES ?= 2
 soak: $(DEV_STAMP)  ## mixed traffic on real processes, one killed each minute: MINUTES=2, ARGS="--seed 7"
 	PYTHONPATH=tests $(BIN)/python -m soak.run --minutes $(MINUTES) $(ARGS)
+
+SECONDS ?= 180
+fuzz: $(DEV_STAMP)  ## spoilt inputs for everything that reads from the network: SECONDS=180
+	PYTHONPATH=tests $(BIN)/python -m fuzz.run --seconds $(SECONDS) $(ARGS)
 
 bench: $(RUN_STAMP)  ## run the benchmarks under benchmarks/ and print their tables
 	@set -e; for script in benchmarks/[!_]*.py; do \
