@@ -320,7 +320,7 @@ STALE_FIELDS = {
     ),
     "another life": StaleField({"remote_incarnation": "before"}, "restarted"),
     "another engine": StaleField({"remote_engine_id": "somebody"}, "somebody"),
-    "nobody there": StaleField({"remote_port": 9}, ":9 "),
+    "nobody there": StaleField({"remote_port": 9}, "localhost:9"),
 }
 
 
