@@ -26,6 +26,7 @@ ARCHITECTURE = DOCS / "architecture.md"
 PROTOCOL = DOCS / "protocol.md"
 CONFIGURATION = DOCS / "configuration.md"
 GLOSSARY = DOCS / "glossary.md"
+PARITY = DOCS / "parity.md"
 SETTINGS = (EndpointConfig, Timing, Limits, CourierConfig)
 PACKAGES = sorted(
     name for _, name, is_package in pkgutil.walk_packages([str(SOURCE)]) if is_package
@@ -277,6 +278,44 @@ def test_configuration_names_every_environment_variable() -> None:
     }
     honoured = {config.SIDE_CHANNEL_HOST_VARIABLE, config.SIDE_CHANNEL_PORT_VARIABLE}
     assert rows == honoured | {"variable"}
+
+
+# Parity with vLLM's connectors.
+
+
+def parity_rows() -> list[list[str]]:
+    """Rows of all tables but the last, which has no column for a verdict."""
+    tables = PARITY.read_text().partition("## Only ours")[0]
+    return [row for row in table_rows(tables) if row[-1] != "shown by"]
+
+
+@pytest.mark.parametrize("page", [PARITY, DOCS / "failure-model.md"], ids=lambda page: page.stem)
+def test_tests_named_on_a_page_exist(page: Path) -> None:
+    named = {name for name in code_in(page.read_text()) if "::" in name}
+    assert len(named) > 30
+    for name in sorted(named):
+        path, _, function = name.partition("::")
+        assert (ROOT / path).exists(), f"{page.name}: no {path}"
+        assert f"def {function}(" in (ROOT / path).read_text(), f"{page.name}: no {name}"
+
+
+def test_parity_has_a_verdict_for_each_row_and_a_test_or_the_word_that_there_is_none() -> None:
+    verdicts = {"same", "differs", "lifted", "kept", "missing"}
+    assert len(parity_rows()) > 80
+    for row in parity_rows():
+        _, theirs, ours, verdict, shown_by = row
+        assert theirs and ours and verdict in verdicts, row
+        assert shown_by == "*none*" or re.fullmatch(r"`tests/[\w/]+\.py::test_\w+`", shown_by), row
+    missing = [row for row in parity_rows() if row[3] == "lifted" and row[4] == "*none*"]
+    assert not missing, f"a limit counts as lifted if a test shows it: {missing}"
+
+
+def test_parity_knows_every_metric_and_key_that_we_share_with_vllm() -> None:
+    source = (SOURCE / "vllm_connector" / "stats.py").read_text()
+    shared = set(re.findall(r'"((?:vllm:nixl_|kvcourier:)\w+)"', source))
+    assert len(shared) == 9
+    keys = {"kv_lease_duration", "push_registration_timeout", "kv_recompute_threshold"}
+    assert shared | keys <= {row[0].strip("`") for row in parity_rows()}
 
 
 # Measurements.
