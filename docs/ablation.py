@@ -20,6 +20,7 @@ BENCHMARKS = DOCS.parent / "benchmarks"
 RESULTS: Mapping[str, Path] = {
     "cpu": BENCHMARKS / "results" / "ablation.json",
     "cpu-fragmented": BENCHMARKS / "results" / "ablation-fragmented.json",
+    "one-gpu": BENCHMARKS / "gpu" / "results" / "ablation-one-gpu.json",
     "gpu": BENCHMARKS / "gpu" / "results" / "ablation.json",
     "gpu-fragmented": BENCHMARKS / "gpu" / "results" / "ablation-fragmented.json",
 }

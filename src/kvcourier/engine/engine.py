@@ -125,7 +125,7 @@ class Engine:
         self._streams = None
         if endpoint is not None:
             self._streams = PromptStreams(
-                endpoint, config.granularity, config.block_size, model.device
+                endpoint, config.granularity, self.cache.stage_geometries, model.device
             )
         self._live: dict[RequestId, _Live] = {}
         self._num_arrived = 0

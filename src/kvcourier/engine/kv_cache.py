@@ -102,6 +102,11 @@ class KVCache:
             for layer in geometry.layers:
                 self._shares[layer].append(self._allocate(rank, geometry))
 
+    @property
+    def stage_geometries(self) -> tuple[CacheGeometry, ...]:
+        """Of one tensor-parallel rank of each pipeline stage: together they have all layers."""
+        return tuple(each for rank, each in self._geometries.items() if rank.tp_rank == 0)
+
     def _allocate(self, rank: Rank, geometry: CacheGeometry) -> "_Share":
         inner = (geometry.block_size, geometry.num_heads)
         dims = (2, geometry.num_blocks, *(inner if self._is_nhd else inner[::-1]))

@@ -1,6 +1,6 @@
 """Telling the endpoint how far the prompts are that it holds, so that it can send them meanwhile.
 
-Decides when that is said: not at all, after each chunk, or within the last chunk after each layer.
+Decides when that is said: not at all, after each chunk, or within the last chunk after some layers.
 Refuses to know what is sent. Used on the engine's thread only.
 """
 
@@ -12,7 +12,9 @@ import torch
 from kvcourier.engine.scheduler import Sequence as EngineSequence
 from kvcourier.engine.scheduler import Work
 from kvcourier.ids import BlockId, RequestId
+from kvcourier.layout import CacheGeometry, MemoryKind
 from kvcourier.runtime.interface import Endpoint
+from kvcourier.runtime.layer_pace import LEAST_BYTES, LayerPace
 
 GRANULARITIES = ("request", "chunk", "layer")
 """What is sent at once: the whole request, a chunk, or a layer of the last chunk."""
@@ -33,16 +35,23 @@ class PromptStreams:
 
     Args:
         granularity: one of `GRANULARITIES`.
+        geometries: of the caches of one tensor-parallel rank of each stage, so of all layers.
         device: that computes; on CUDA something is written once its kernels have run.
     """
 
     def __init__(
-        self, endpoint: Endpoint, granularity: str, block_size: int, device: torch.device
+        self,
+        endpoint: Endpoint,
+        granularity: str,
+        geometries: Sequence[CacheGeometry],
+        device: torch.device,
     ) -> None:
         self._endpoint = endpoint
         self._granularity = granularity
-        self._block_size = block_size
+        self._block_size = geometries[0].block_size
         self._on_cuda = device.type == "cuda"
+        memory = MemoryKind.VRAM if self._on_cuda else MemoryKind.DRAM
+        self._pace = LayerPace(geometries, LEAST_BYTES[memory])
         self._prompts: dict[RequestId, _Prompt] = {}
 
     def begin(self, request_id: RequestId, num_tokens: int) -> None:
@@ -75,6 +84,7 @@ class PromptStreams:
                 last_chunks.append(work.sequence)
         if not last_chunks or self._granularity != "layer":
             return None
+        self._pace.begin()
         return lambda layer: self._on_layer(last_chunks, layer)
 
     def after(self, batch: Sequence[Work]) -> None:
@@ -95,6 +105,9 @@ class PromptStreams:
 
     def _on_layer(self, sequences: Sequence[EngineSequence], layer: int) -> None:
         """All layers so far are named each time, for those who have registered since the last."""
+        tokens = [self._prompts[each.request_id].num_tokens for each in sequences]
+        if not self._pace.after(layer, tokens):
+            return
         awaited = [each for each in sequences if self._endpoint.is_awaited(each.request_id)]
         if not awaited:
             return

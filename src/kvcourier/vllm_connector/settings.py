@@ -40,9 +40,6 @@ long."""
 DEFAULT_GRANULARITY = Granularity.LAYER
 """Only large parts are sent before the others, see `layer_pace`."""
 
-LEAST_PART_ON_GPU = 256 * MIB
-"""NVLink moves it in the time that a part costs in Python; on a CPU every part pays."""
-
 POLL_STREAM_ON_GPU_S = 0.0001
 """Without a pause the courier would take the interpreter from the thread that launches steps, for
 all of a transfer."""
@@ -55,6 +52,7 @@ _KNOWN_KEYS = frozenset(
     {
         "backends",
         "num_threads",
+        "enable_prog_thread",
         "kv_lease_duration",
         "push_registration_timeout",
         "peer_silence_s",
@@ -82,7 +80,6 @@ class ConnectorSettings:
         recompute_threshold: tokens; a remainder of at most so many is computed, not fetched.
         may_receive: vLLM keeps blocks back until no step can write them (kv_consumer, kv_both).
         granularity: in which parts KV is sent while its prompt is computed.
-        least_part_bytes: what some layers must hold at least to be sent before the others.
         log_stories: every finished transfer's story goes into the log.
     """
 
@@ -92,7 +89,6 @@ class ConnectorSettings:
     recompute_threshold: int
     may_receive: bool
     granularity: Granularity = DEFAULT_GRANULARITY
-    least_part_bytes: int = 1
     log_stories: bool = False
 
 
@@ -151,6 +147,7 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
             courier=CourierConfig(
                 backends=tuple(backends),
                 num_threads=int(_number(extra, "num_threads", DEFAULT_NUM_THREADS)),
+                enable_prog_thread=extra.get("enable_prog_thread") is True,
                 poll_stream_s=POLL_STREAM_ON_GPU_S if on_gpu else _COURIER.poll_stream_s,
                 staging=_staging(extra, transfer, GPU_STAGING if on_gpu else CPU_STAGING),
             ),
@@ -160,7 +157,6 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
         recompute_threshold=int(_number(extra, "kv_recompute_threshold", 0)),
         may_receive=bool(transfer.is_kv_consumer),
         granularity=_choice(extra, "granularity", DEFAULT_GRANULARITY),
-        least_part_bytes=LEAST_PART_ON_GPU if on_gpu else 1,
         log_stories=extra.get("log_stories") is True,
     )
 

@@ -21,12 +21,12 @@ from kvcourier.core.handshake import Facts, RankOffer, facts_of
 from kvcourier.ids import RequestId
 from kvcourier.runtime.courier import Courier
 from kvcourier.runtime.engine_link import EngineToken, new_token
+from kvcourier.runtime.layer_pace import LEAST_BYTES, LayerPace
 from kvcourier.runtime.rank import open_rank
 from kvcourier.runtime.reports import Outcome, Report, Side
 from kvcourier.transport.nixl import nixl_factory
 from kvcourier.vllm_connector.block_tables import BlockTable
 from kvcourier.vllm_connector.caches import WorkerCache, all_ranks, layer_number
-from kvcourier.vllm_connector.layer_pace import LayerPace
 from kvcourier.vllm_connector.progress import Progress, StepNews
 from kvcourier.vllm_connector.settings import ConnectorSettings
 from kvcourier.vllm_connector.stats import CourierStats, StatsRecorder
@@ -62,7 +62,8 @@ class WorkerSide:
         self._by_layer = settings.granularity is Granularity.LAYER
         self._progress: tuple[Progress, ...] = ()
         self._layers_seen = False
-        self._pace = LayerPace(found.cache.geometries, settings.least_part_bytes)
+        memory = found.cache.regions[0].memory
+        self._pace = LayerPace(found.cache.geometries, LEAST_BYTES[memory])
         self._clock = step_clock(found.cache.regions[0])
         token = new_token()
         config = replace(settings.endpoint, cache_format=cache_format)

@@ -5,9 +5,14 @@ couriers about a millisecond of Python, whatever its size; on P that is taken fr
 launches the kernels of an eager prefill. Pure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from kvcourier.layout import CacheGeometry, GroupGeometries
+from kvcourier.config import MIB
+from kvcourier.layout import CacheGeometry, MemoryKind
+
+LEAST_BYTES: Mapping[MemoryKind, int] = {MemoryKind.VRAM: 256 * MIB, MemoryKind.DRAM: 1}
+"""What a part must hold at least, by where the cache lies: NVLink moves so much in the time that a
+part costs in Python; between processes on a CPU every part pays."""
 
 MOST_PARTS = 8
 """As many parts of a prompt are sent while it is computed, see `core.deliveries`."""
@@ -17,11 +22,11 @@ class LayerPace:
     """Follows the layers of one step.
 
     Args:
-        geometries: the rank's cache groups.
+        geometries: the caches that the layers are in, each with some of them.
         least_bytes: what a part must hold at least to be sent by itself.
     """
 
-    def __init__(self, geometries: GroupGeometries, least_bytes: int) -> None:
+    def __init__(self, geometries: Sequence[CacheGeometry], least_bytes: int) -> None:
         self._num_layers = sum(len(each.layers) for each in geometries)
         self._token_bytes = max(map(_token_bytes, geometries))
         self._least_bytes = least_bytes

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcourier.layout import instance_geometries
-from kvcourier.vllm_connector.layer_pace import MOST_PARTS, LayerPace
+from kvcourier.runtime.layer_pace import MOST_PARTS, LayerPace
 from layout_builders import model_cache
 
 
