@@ -232,11 +232,15 @@ def test_a_pull_of_a_hold_whose_lease_ended_fails():
     assert pair.decode.outcomes("d1") == {Outcome.RECEIVE_FAILED, Outcome.RELEASED}
 
 
-def test_a_queued_request_keeps_the_lease_alive_and_declining_ends_it():
+@pytest.mark.parametrize("transfer", [push, pull])
+def test_a_queued_request_keeps_the_lease_alive_and_declining_ends_it(transfer):
     pair = Pair()
-    pair.hold("p1")
+    pair.hold("p1", "t1")
     blocks = pair.finish("p1", "hello", 20)
-    pair.want_pull("d1", "p1", blocks)
+    if transfer is push:
+        pair.want_push("d1", "t1")
+    else:
+        pair.want_pull("d1", "p1", blocks)
     for _ in range(100):
         pair.deliver_all()
         pair.advance(1.0)
@@ -244,6 +248,21 @@ def test_a_queued_request_keeps_the_lease_alive_and_declining_ends_it():
     pair.decline("d1")
     pair.deliver_all()
     assert pair.prefill.outcomes("p1") == SENT
+
+
+def test_a_registration_whose_prompt_never_comes_is_refused_in_time():
+    pair = Pair(timing=Timing(registration_ttl_s=20.0))
+    pair.want_push("d1", "t1")
+    assert pair.reserve("d1", "hello", 0, 20)
+    for second in range(22):
+        pair.deliver_all()
+        if second == 19:
+            assert not pair.decode.outcomes("d1"), "P may still get it"
+        pair.advance(1.0)
+    pair.deliver_all()
+    assert pair.decode.outcomes("d1") == {Outcome.RECEIVE_FAILED, Outcome.RELEASED}
+    counts = [e.counts[Counted.REGISTRATIONS_EXPIRED] for e in pair.prefill.endpoints.values()]
+    assert sum(counts) == 1
 
 
 def test_a_request_that_is_queued_for_too_long_is_waited_for_no_more():
