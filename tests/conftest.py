@@ -5,6 +5,12 @@ judges by the clock. pytest-timeout's limit is in pyproject.toml.
 """
 
 import os
+import signal
+
+# A shell starts what it runs in the background with SIGINT ignored, and children inherit that: the
+# commands that tests interrupt would never end.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch is imported anywhere, here or in a child: several test processes on few cores would
 # otherwise fight over them.
