@@ -8,6 +8,7 @@ stands still at its phase (`chaos.instance`) until what was done has been seen.
 import contextlib
 import dataclasses
 import itertools
+import os
 import signal
 import threading
 import time
@@ -20,6 +21,8 @@ import httpx
 from chaos import paths
 from e2e.cluster import Cluster, Server, running_cluster, until, wait_known
 from engine.rig import random_prompt
+
+TESTS = Path(__file__).resolve().parents[1]
 
 NUM_TOKENS = 8
 PROMPT_TOKENS = 600
@@ -303,8 +306,14 @@ def staged(folder: Path, environment: Mapping[str, str] | None = None) -> Iterat
     folders = {whom: folder / f"holds-{whom}" for whom in ROLES}
     for each in folders.values():
         each.mkdir()
+    # pytest finds the tests' own modules by its settings, which instances do not read.
+    python_path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environments = {
-        role: {"CHAOS_HOLDS": str(folders[whom]), **(environment or {})}
+        role: {
+            "CHAOS_HOLDS": str(folders[whom]),
+            "PYTHONPATH": python_path,
+            **(environment or {}),
+        }
         for whom, role in ROLES.items()
     }
     flags = (
