@@ -172,14 +172,14 @@ class CoreCollector(Collector):
             names = sorted({name for snapshot in snapshots.values() for name in snapshot[index]})
             for name in names:
                 metric = family(
-                    f"kvcourier_{name}", _HELP.get(name, name.replace("_", " ")), labels=["rank"]
+                    f"kvcourier_{name}", HELP.get(name, name.replace("_", " ")), labels=["rank"]
                 )
                 for rank, snapshot in snapshots.items():
                     metric.add_metric([rank], snapshot[index].get(name, 0))
                 yield metric
 
 
-_HELP = {
+HELP: Mapping[str, str] = {
     "leases_expired": "Holds whose lease ran out before the KV was collected.",
     "registrations_expired": "Registrations whose prompt never came to this instance.",
     "registrations_refused": "Registrations answered with a failure.",

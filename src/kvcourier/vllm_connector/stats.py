@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from kvcourier.core.outcomes import Side
 from kvcourier.core.workspace import Counted
 from kvcourier.layout.geometry import Int64Array
-from kvcourier.runtime.metrics import RUN_LENGTH_HELP, RUN_LENGTHS
+from kvcourier.runtime.metrics import HELP, RUN_LENGTH_HELP, RUN_LENGTHS
 
 _SECONDS = [0.0005, 0.001, 0.003, 0.005, 0.01, 0.03, 0.05, 0.1, 0.3, 0.5, 1.0, 3.0, 5.0]
 _BYTES = [float(1 << exponent) for exponent in range(10, 37, 2)]
@@ -42,6 +42,20 @@ SAMPLES: Mapping[str, tuple[str, str, list[float]]] = {
 }
 """Key of a list of samples, to the histogram it fills: name, help, buckets."""
 
+_FROM_CORE: Mapping[str, Counted] = {
+    "num_kv_expired_reqs": Counted.LEASES_EXPIRED,
+    "num_notifications_after_expiry": Counted.STALE_REFUSED,
+    # What vLLM has no name for has ours.
+    "num_registrations_expired": Counted.REGISTRATIONS_EXPIRED,
+    "num_registrations_refused": Counted.REGISTRATIONS_REFUSED,
+    "num_repairs": Counted.REPAIRS,
+    "num_quarantines_expired": Counted.QUARANTINES_EXPIRED,
+    "num_peers_lost": Counted.PEERS_LOST,
+    "num_peers_silent": Counted.PEERS_SILENT,
+    "num_peers_not_allowed": Counted.PEERS_NOT_ALLOWED,
+}
+"""Key of a number, to what the core counts under it."""
+
 COUNTS: Mapping[str, tuple[str, str]] = {
     "num_failed_transfers": (
         "vllm:nixl_num_failed_transfers",
@@ -59,6 +73,22 @@ COUNTS: Mapping[str, tuple[str, str]] = {
         "vllm:nixl_num_notifications_after_expiry",
         "Messages about KV that was no longer held or wanted.",
     ),
+    "num_registrations_expired": (
+        "kvcourier:registrations_expired",
+        HELP[Counted.REGISTRATIONS_EXPIRED],
+    ),
+    "num_registrations_refused": (
+        "kvcourier:registrations_refused",
+        HELP[Counted.REGISTRATIONS_REFUSED],
+    ),
+    "num_repairs": ("kvcourier:repairs", HELP[Counted.REPAIRS]),
+    "num_quarantines_expired": (
+        "kvcourier:quarantines_expired",
+        HELP[Counted.QUARANTINES_EXPIRED],
+    ),
+    "num_peers_lost": ("kvcourier:peers_lost", HELP[Counted.PEERS_LOST]),
+    "num_peers_silent": ("kvcourier:peers_silent", HELP[Counted.PEERS_SILENT]),
+    "num_peers_not_allowed": ("kvcourier:peers_not_allowed", HELP[Counted.PEERS_NOT_ALLOWED]),
 }
 """Key of a number, to the counter it adds to: name, help."""
 
@@ -66,11 +96,6 @@ MAX_RUNS = 64
 """Samples of one request's runs: evenly many from the short ones to the long ones."""
 MAX_SAMPLED_RUNS = 1024
 """Samples of one interval; what is handed over after that is not looked at."""
-
-_FROM_CORE = {
-    "num_kv_expired_reqs": Counted.LEASES_EXPIRED,
-    "num_notifications_after_expiry": Counted.STALE_REFUSED,
-}
 
 
 @dataclass

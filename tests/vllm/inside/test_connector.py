@@ -8,6 +8,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvcourier.core.outcomes import Side
+from kvcourier.core.workspace import Counted
 from kvcourier.vllm_connector import CourierConnector
 from kvcourier.vllm_connector.stats import (
     COUNTS,
@@ -66,6 +67,17 @@ def test_metrics_with_the_classes_of_prometheus(instance) -> None:
         assert registry.get_sample_value(f"{name}_count", labels) == 2
     for name, _ in COUNTS.values():
         assert registry.get_sample_value(f"{name}_total", labels) == 3
+
+
+def test_what_the_core_counts_is_told_as_what_has_been_added() -> None:
+    recorder = StatsRecorder()
+    assert recorder.take({Counted.PEERS_PROBED: 4}) is None, "of interest to developers only"
+    taken = recorder.take({Counted.PEERS_SILENT: 2, Counted.LEASES_EXPIRED: 1})
+    assert taken is not None
+    assert (taken.data["num_peers_silent"], taken.data["num_kv_expired_reqs"]) == (2, 1)
+    taken = recorder.take({Counted.PEERS_SILENT: 5, Counted.LEASES_EXPIRED: 1})
+    assert taken is not None
+    assert (taken.data["num_peers_silent"], taken.data["num_kv_expired_reqs"]) == (3, 0)
 
 
 def test_samples_of_runs_are_bounded_and_show_short_and_long_ones() -> None:
