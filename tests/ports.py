@@ -1,5 +1,6 @@
 """Ports for servers that tests start."""
 
+import contextlib
 import itertools
 import os
 import socket
@@ -15,12 +16,16 @@ def free_port() -> int:
     outgoing connections, one of these tries would sooner or later be from that very port, connect
     to itself, and keep it from the server's successor.
     """
+    return free_ports(1).start
+
+
+def free_ports(count: int) -> range:
+    """As many of them, one after the other."""
     for _ in range(_NUM_PORTS):
-        port = _FIRST + (os.getpid() * 37 + next(_NUMBERS)) % _NUM_PORTS
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError(f"no free port from {_FIRST} on")
+        first = _FIRST + (os.getpid() * 37 + next(_NUMBERS)) % _NUM_PORTS
+        ports = range(first, first + count)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in ports:
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return ports
+    raise AssertionError(f"no {count} free ports from {_FIRST} on")

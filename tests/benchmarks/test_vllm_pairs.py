@@ -1,6 +1,5 @@
 """The whole benchmark on processes that answer like vLLM: order, rows, resuming, and the end."""
 
-import contextlib
 import json
 import os
 import shlex
@@ -21,6 +20,7 @@ from pair_servers import _group_lives
 from pair_settings import CONNECTORS, PAIR_PORTS, SERVERS
 
 from benchmarks.fake_vllm import ENDS_AT, ENDS_TOKENS, REFUSED_TOKENS
+from ports import free_ports
 
 FAKE = Path(__file__).with_name("fake_vllm.py")
 ROW_KEYS = {
@@ -29,24 +29,13 @@ ROW_KEYS = {
 }
 
 
-def free_ports(num_together: int, num_pairs: int) -> range:
-    """Ports of all pairs, outside of what outgoing connections take."""
-    for first in range(20_000 + os.getpid() % 400 * 25, 32_000, 100):
-        ports = range(first, first + PAIR_PORTS * num_pairs + num_together)
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in ports:
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return ports
-    raise AssertionError("no free ports")
-
-
 class Host:
     """A folder to work in, free ports, and the benchmark's command line."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.out = folder / "results" / "vllm-pairs.json"
-        self.ports = [str(port) for port in free_ports(2 * PAIR_PORTS, len(SERVERS))[:4]]
+        self.ports = [str(port) for port in free_ports(PAIR_PORTS * (len(SERVERS) + 2))[:4]]
 
     def arguments(self, *flags: str) -> list[str]:
         return [

@@ -6,6 +6,7 @@ import torch
 from engine.rig import LLAMA, random_prompt, reference
 from engine.test_prefill_decode_pair import Pair, pair
 from kvcourier.engine.api import FinishReason
+from kvcourier.runtime.step_clock import CudaClock
 
 NUM_TOKENS = 8
 
@@ -102,7 +103,7 @@ def test_on_cuda_everything_that_is_told_waits_for_its_kernels(
     with pair() as found:
         streams = found.prefill.engine._streams
         assert streams is not None
-        streams._on_cuda = True
+        streams._clock = CudaClock()
         assert found.push("a", prompt) == list(reference(LLAMA, prompt, NUM_TOKENS))
         assert len(found.prefill.endpoint.ready) == len(told(found, "a")) == 5
         assert all(ready() for ready in found.prefill.endpoint.ready)

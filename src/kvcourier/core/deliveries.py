@@ -22,7 +22,7 @@ _UNSERVED = _ALIVE | {DeliveryState.OFFERED}
 _ENDABLE = _UNSERVED | {DeliveryState.FAILED}
 _MAX_TILES_IN_FLIGHT = 2
 """With as many, what becomes ready is gathered into the next tile: each post costs time."""
-_LEAST_SHARE = 1 / 8
+LEAST_SHARE = 1 / 8
 """Of all that moves, before prefill has finished. A tile costs both couriers about a millisecond of
 Python, whatever its size; a thread that launches an eager prefill needs the interpreter as well."""
 
@@ -203,7 +203,7 @@ class Deliveries:
         posted = False
         for index, (route, outgoing) in enumerate(zip(routes, delivery.outgoing, strict=True)):
             tiles = outgoing.ready(hold.num_written)
-            worth = outgoing.share(tiles) >= _LEAST_SHARE or outgoing.completed_by(tiles)
+            worth = outgoing.share(tiles) >= LEAST_SHARE or outgoing.completed_by(tiles)
             if not finished and not worth:
                 continue
             for tile in tiles:

@@ -15,6 +15,7 @@ from kvcourier.ids import BlockId, RequestId
 from kvcourier.layout import CacheGeometry, MemoryKind
 from kvcourier.runtime.interface import Endpoint
 from kvcourier.runtime.layer_pace import LEAST_BYTES, LayerPace
+from kvcourier.runtime.step_clock import step_clock
 
 GRANULARITIES = ("request", "chunk", "layer")
 """What is sent at once: the whole request, a chunk, or a layer of the last chunk."""
@@ -49,8 +50,8 @@ class PromptStreams:
         self._endpoint = endpoint
         self._granularity = granularity
         self._block_size = geometries[0].block_size
-        self._on_cuda = device.type == "cuda"
-        memory = MemoryKind.VRAM if self._on_cuda else MemoryKind.DRAM
+        memory = MemoryKind.VRAM if device.type == "cuda" else MemoryKind.DRAM
+        self._clock = step_clock(memory)
         self._pace = LayerPace(geometries, LEAST_BYTES[memory])
         self._prompts: dict[RequestId, _Prompt] = {}
 
@@ -100,7 +101,7 @@ class PromptStreams:
             prompt.num_told = num_tokens
             blocks = self._blocks(sequence, num_tokens)
             self._endpoint.advance_prefill(
-                sequence.request_id, [blocks], num_tokens, ready=self._written()
+                sequence.request_id, [blocks], num_tokens, ready=self._clock.mark()
             )
 
     def _on_layer(self, sequences: Sequence[EngineSequence], layer: int) -> None:
@@ -111,7 +112,7 @@ class PromptStreams:
         awaited = [each for each in sequences if self._endpoint.is_awaited(each.request_id)]
         if not awaited:
             return
-        ready = self._written()
+        ready = self._clock.mark()
         for sequence in awaited:
             prompt = self._prompts[sequence.request_id]
             prompt.num_told = max(prompt.num_told, 1)
@@ -125,11 +126,3 @@ class PromptStreams:
 
     def _blocks(self, sequence: EngineSequence, num_tokens: int) -> list[BlockId]:
         return sequence.blocks[: -(-num_tokens // self._block_size)]
-
-    def _written(self) -> Callable[[], bool] | None:
-        """Whether the kernels that were launched so far have run; None where there are none."""
-        if not self._on_cuda:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event.query

@@ -8,14 +8,15 @@ launches the kernels of an eager prefill. Pure.
 from collections.abc import Mapping, Sequence
 
 from kvcourier.config import MIB
+from kvcourier.core.deliveries import LEAST_SHARE
 from kvcourier.layout import CacheGeometry, MemoryKind
 
 LEAST_BYTES: Mapping[MemoryKind, int] = {MemoryKind.VRAM: 256 * MIB, MemoryKind.DRAM: 1}
 """What a part must hold at least, by where the cache lies: NVLink moves so much in the time that a
 part costs in Python; between processes on a CPU every part pays."""
 
-MOST_PARTS = 8
-"""As many parts of a prompt are sent while it is computed, see `core.deliveries`."""
+MOST_PARTS = round(1 / LEAST_SHARE)
+"""The core sends nothing smaller while the prompt is computed, so nothing smaller is told of."""
 
 
 class LayerPace:

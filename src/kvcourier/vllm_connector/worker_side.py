@@ -24,13 +24,13 @@ from kvcourier.runtime.engine_link import EngineToken, new_token
 from kvcourier.runtime.layer_pace import LEAST_BYTES, LayerPace
 from kvcourier.runtime.rank import open_rank
 from kvcourier.runtime.reports import Outcome, Report, Side
+from kvcourier.runtime.step_clock import step_clock
 from kvcourier.transport.nixl import nixl_factory
 from kvcourier.vllm_connector.block_tables import BlockTable
 from kvcourier.vllm_connector.caches import WorkerCache, all_ranks, layer_number
 from kvcourier.vllm_connector.progress import Progress, StepNews
 from kvcourier.vllm_connector.settings import ConnectorSettings
 from kvcourier.vllm_connector.stats import CourierStats, StatsRecorder
-from kvcourier.vllm_connector.step_clock import step_clock
 from kvcourier.vllm_connector.versions import TransferResults
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class WorkerSide:
         self._layers_seen = False
         memory = found.cache.regions[0].memory
         self._pace = LayerPace(found.cache.geometries, LEAST_BYTES[memory])
-        self._clock = step_clock(found.cache.regions[0])
+        self._clock = step_clock(memory)
         token = new_token()
         config = replace(settings.endpoint, cache_format=cache_format)
         geometries = all_ranks(found.cache.geometries, settings.tp_size)

@@ -6,7 +6,7 @@ Decides how "this KV is written" is known without waiting for it in a step.
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kvcourier.layout import MemoryKind, Region
+from kvcourier.layout import MemoryKind
 
 
 class StepClock(Protocol):
@@ -39,6 +39,6 @@ class CudaClock:
         return query
 
 
-def step_clock(region: Region) -> StepClock:
+def step_clock(memory: MemoryKind) -> StepClock:
     """The clock of the device that the cache is on."""
-    return HostClock() if region.memory is MemoryKind.DRAM else CudaClock()
+    return HostClock() if memory is MemoryKind.DRAM else CudaClock()
