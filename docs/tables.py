@@ -21,6 +21,7 @@ from typer.models import ArgumentInfo
 
 from kvcourier.cli.bench import bench_ablate, bench_compare, bench_sweep
 from kvcourier.cli.demo import demo
+from kvcourier.cli.doctor import doctor
 from kvcourier.cli.probe import probe
 from kvcourier.cli.route import route
 from kvcourier.cli.serve import serve
@@ -32,7 +33,7 @@ from kvcourier.router.config import RouterConfig, RouterLimits, Timeouts
 
 PAGE = Path(__file__).with_name("configuration.md")
 COMMANDS: tuple[Callable[..., None], ...] = (
-    *(serve, route, probe, demo, vllm_config),
+    *(serve, route, doctor, probe, demo, vllm_config),
     *(bench_sweep, bench_compare, bench_ablate),
 )
 SETTINGS: tuple[type, ...] = (

@@ -16,7 +16,7 @@ import pytest
 import kvcourier
 from kvcourier import config
 from kvcourier.config import CourierConfig, EndpointConfig, Limits, Timing
-from kvcourier.core import handshake, messages, params
+from kvcourier.core import handshake, inquiry, messages, params
 
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(kvcourier.__file__).parent
@@ -203,15 +203,19 @@ def test_modules_on_a_reading_path_exist(name: str) -> None:
 # The protocol.
 
 
-@pytest.mark.parametrize("module", [messages, handshake], ids=lambda module: module.__name__)
-def test_protocol_names_every_message_and_field(module: object) -> None:
+@pytest.mark.parametrize(
+    ("module", "at_least"),
+    [(messages, 7), (handshake, 7), (inquiry, 3)],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_protocol_names_every_message_and_field(module: object, at_least: int) -> None:
     named = code_in(PROTOCOL.read_text())
     structs = struct_fields(module)
     structs.pop("Message", None)  # the base, of which nothing is sent
     if module is handshake:
         # Told in words: the wire form of layout.geometry, which docs/mapping.md explains.
         structs["GroupOffer"] = ()
-    assert len(structs) >= 7
+    assert len(structs) >= at_least
     for name, fields in structs.items():
         assert name in named, f"{PROTOCOL.name}: no {name}"
         assert set(fields) <= named, f"{PROTOCOL.name}: {name}: {sorted(set(fields) - named)}"

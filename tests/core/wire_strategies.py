@@ -26,6 +26,9 @@ def _strategy(info: inspect.Type) -> st.SearchStrategy[Any]:
             return st.one_of(*map(_strategy, info.types))
         case inspect.ListType():
             return st.lists(_strategy(info.item_type), max_size=_MANY)
+        case inspect.DictType():
+            keys, values = _strategy(info.key_type), _strategy(info.value_type)
+            return st.dictionaries(keys, values, max_size=_MANY)
         case inspect.TupleType():
             return st.tuples(*map(_strategy, info.item_types))
         case inspect.IntType():

@@ -280,8 +280,24 @@ def read_answer(payload: bytes, engine_id: EngineId, facts: Facts, limits: Limit
     reasons += _topology_reasons(offer, limits)
     if reasons:
         raise HandshakeRejected(reasons)
+    return _instance(offer, limits)
+
+
+def check_offer(offer: Offer, limits: Limits) -> PeerInstance:
+    """Turn an offer into our own types, whether or not it fits anybody.
+
+    Raises:
+        HandshakeRejected: it contradicts itself, or the limits; lists every reason.
+    """
+    reasons = _topology_reasons(offer, limits)
+    if reasons:
+        raise HandshakeRejected(reasons)
+    return _instance(offer, limits)
+
+
+def _instance(offer: Offer, limits: Limits) -> PeerInstance:
     return PeerInstance(
-        engine_id=engine_id,
+        engine_id=EngineId(offer.engine_id),
         incarnation=Incarnation(offer.incarnation),
         tp_size=offer.tp_size,
         pp_size=offer.pp_size,

@@ -14,7 +14,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvcourier.config import EndpointConfig, Posting
-from kvcourier.core import handshake
+from kvcourier.core import handshake, inquiry
 from kvcourier.core.events import (
     BlocksReserved,
     EngineEvent,
@@ -46,6 +46,7 @@ from kvcourier.ids import (
     hold_id_of,
 )
 from kvcourier.layout.geometry import RankCache, TokenSpan
+from kvcourier.runtime.about import about
 from kvcourier.runtime.courier import Courier
 from kvcourier.runtime.metrics import CoreCollector, CourierMetrics, Snapshot
 from kvcourier.runtime.rank import TransportFactory, open_rank
@@ -86,6 +87,7 @@ class KvEndpoint:
         self.registry = registry or CollectorRegistry()
         self.incarnation = surroundings.new_incarnation()
         self._caches = {cache.rank: cache for cache in caches}
+        self._about = about(config)
         self._tp_size, self._pp_size = handshake.topology([cache.rank for cache in caches])
         self._transport_factory = transport_factory
         self._posting = posting
@@ -118,7 +120,7 @@ class KvEndpoint:
             self._server = self._surroundings.open_server(
                 config.side_channel_host,
                 config.side_channel_port,
-                lambda payload: handshake.answer(payload, self._offer),
+                lambda payload: inquiry.answer(payload, self._offer, self._about),
                 config.limits.max_message_bytes,
                 config.keys,
             )

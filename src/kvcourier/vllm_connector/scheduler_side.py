@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcourier.config import Granularity, TransferMode
-from kvcourier.core import handshake
+from kvcourier.core import handshake, inquiry
 from kvcourier.core.params import (
     HolderAddress,
     HoldIntent,
@@ -34,6 +34,7 @@ from kvcourier.ids import (
     hold_id_of,
 )
 from kvcourier.layout import TokenSpan
+from kvcourier.runtime.about import about
 from kvcourier.runtime.engine_link import (
     Abort,
     BeginHold,
@@ -78,10 +79,11 @@ class SchedulerSide:
         self._num_holds = 0
         self._progress = ProgressTracker()
         config = settings.endpoint
+        told = about(config)
         self._server = HandshakeServer(
             config.side_channel_host,
             config.side_channel_port,
-            lambda payload: handshake.answer(payload, self._offer),
+            lambda payload: inquiry.answer(payload, self._offer, told),
             config.limits.max_message_bytes,
             config.keys,
         )

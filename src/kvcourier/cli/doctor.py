@@ -1,0 +1,141 @@
+"""`kvcourier doctor`.
+
+Decides its flags, where the report goes and how the process ends. Refuses to know what is asked
+and how it is judged.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcourier.cli.config_file import ConfigFile
+from kvcourier.config import TransferMode
+from kvcourier.errors import ConfigError
+from kvcourier.ids import EngineId
+
+if TYPE_CHECKING:
+    from kvcourier.doctor.findings import Finding
+    from kvcourier.doctor.gather import Address
+
+_STDOUT = "-"
+
+
+def doctor(
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL[,KEY=VALUE...]",
+            help="A prefill instance, as for kvcourier route; repeatable.",
+        ),
+    ] = None,
+    decode: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL[,KEY=VALUE...]", help="A decode instance; repeatable."),
+    ] = None,
+    mode: Annotated[
+        list[TransferMode] | None,
+        typer.Option(help="A mode that must work; repeatable. Default: any that both have."),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The key that is shown to everybody, the first line."),
+    ] = None,
+    engine_id: Annotated[
+        str, typer.Option(help="As whom the doctor speaks on side channels.")
+    ] = "kvcourier-doctor",
+    side_channel_key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Its secret key there, as for kvcourier serve."),
+    ] = None,
+    side_channel_peer_keys: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Public keys of the instances."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, max=600, help="Seconds for one question.")
+    ] = 5.0,
+    json_file: Annotated[
+        str | None,
+        typer.Option(
+            "--json", metavar="FILE", help="Write the findings there, too; - is standard output."
+        ),
+    ] = None,
+    config: ConfigFile = None,
+) -> None:
+    """Find out what is wrong with a prefill and a decode instance before users do.
+
+    Each finding has a severity, what was seen, and what to do.
+
+    \b
+      kvcourier doctor --prefill http://p:8100 --decode http://d:8200
+      kvcourier doctor --prefill http://p:8100,engine_id=p,kv_host=p,kv_port=5600 \\
+                       --decode http://d:8200,engine_id=d,kv_host=d,kv_port=5700 --json -
+
+    \b
+    Exit codes:
+        0    nothing wrong
+        1    at least one error: KV does not move, or requests will fail
+        2    a flag cannot be used
+        3    warnings, and no error
+        130  interrupted
+    """
+    from kvcourier.api_keys import read_api_keys
+    from kvcourier.doctor.checks import judge
+    from kvcourier.doctor.findings import exit_code
+    from kvcourier.doctor.gather import Question, gather
+    from kvcourier.doctor.pages import Pages
+    from kvcourier.runtime.channel_keys import read_keys
+
+    if json_file not in (None, _STDOUT) and not Path(json_file).absolute().parent.is_dir():
+        raise ConfigError(f"--json: the folder {Path(json_file).absolute().parent} does not exist")
+    own_id = EngineId(engine_id)
+    question = Question(
+        prefill=_addresses(prefill),
+        decode=_addresses(decode),
+        modes=tuple(mode or ()),
+        timeout_s=timeout,
+        keys=read_keys(side_channel_key, side_channel_peer_keys, own_id),
+        own_id=own_id,
+    )
+    if not question.prefill and not question.decode:
+        raise ConfigError("doctor: expected --prefill and --decode, found neither")
+    api_key = None if api_key_file is None else read_api_keys(api_key_file)[0]
+    with Pages(api_key, timeout) as pages:
+        findings = judge(gather(question, pages))
+    _show(findings, json_file)
+    raise typer.Exit(exit_code(findings))
+
+
+def _addresses(texts: list[str] | None) -> tuple["Address", ...]:
+    from kvcourier.doctor.facts import Place
+    from kvcourier.doctor.gather import Address
+    from kvcourier.router.config import parse_instance_spec
+
+    specs = [parse_instance_spec(text) for text in texts or ()]
+    return tuple(
+        Address(
+            spec.url,
+            None
+            if (where := spec.coordinates) is None
+            else Place(where.engine_id, where.host, where.port),
+        )
+        for spec in specs
+    )
+
+
+def _show(findings: list["Finding"], json_file: str | None) -> None:
+    """Text for people, unless standard output belongs to a program."""
+    from rich.console import Console
+
+    from kvcourier.doctor.report import as_dict, as_text
+
+    if json_file is not None:
+        content = json.dumps(as_dict(findings), indent=2) + "\n"
+        if json_file == _STDOUT:
+            sys.stdout.write(content)
+            return
+        Path(json_file).write_text(content)
+    Console(soft_wrap=True, highlight=False).print(as_text(findings))

@@ -1,0 +1,36 @@
+"""All checks, in the order of the report.
+
+Decides their names. Refuses to know how they judge (`rules`).
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvcourier.doctor.facts import Facts
+from kvcourier.doctor.findings import Finding
+from kvcourier.doctor.rules import fit, reach
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One question: its name, in words, and the rule that answers it from the facts."""
+
+    name: str
+    title: str
+    rule: Callable[[Facts], Iterable[Finding]]
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("http", "every instance answers over HTTP", reach.http),
+    Check("connector", "a courier of ours runs in it", reach.connector),
+    Check("side-channel", "its side channel answers", reach.side_channel),
+    Check("told-address", "peers are told an address that leads to it", reach.told_address),
+    Check("handshake", "P and D fit", fit.handshake),
+    Check("caches", "D's cache can be filled from P's", fit.caches),
+    Check("modes", "P and D share the modes", fit.modes),
+)
+
+
+def judge(facts: Facts) -> list[Finding]:
+    """Every check's findings, in the order of the checks."""
+    return [found.of(check.name) for check in CHECKS for found in check.rule(facts)]

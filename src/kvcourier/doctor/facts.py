@@ -1,0 +1,158 @@
+"""What was found out, before anybody judges it.
+
+Decides the words between gathering and rules: plain values, each of which may be missing. Refuses
+to know where they come from and what they mean.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from kvcourier.config import TransferMode
+from kvcourier.core.handshake import PeerInstance
+from kvcourier.core.inquiry import Told
+
+
+class Role(enum.StrEnum):
+    """What somebody is for."""
+
+    PREFILL = "P"
+    DECODE = "D"
+    ROUTER = "router"
+
+
+class Engine(enum.StrEnum):
+    """What serves an instance's HTTP API, as far as its pages show it."""
+
+    EMBEDDED = "kvcourier serve"
+    VLLM_WITH_COURIER = "vLLM with CourierConnector"
+    VLLM_WITH_NIXL = "vLLM with its own NixlConnector"
+    VLLM_WITHOUT = "vLLM without a NIXL connector"
+    UNKNOWN = "an unknown server"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether a courier of ours runs in it, which answers our questions."""
+        return self in (Engine.EMBEDDED, Engine.VLLM_WITH_COURIER)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an instance's side channel is said to listen; `said_by` is who said so."""
+
+    engine_id: str
+    host: str
+    port: int
+    said_by: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """One look at an instance's /metrics; sums over all labels, since its start.
+
+    Attributes:
+        names: of all metrics, without `_total` and the like.
+        post_s, posts, pieces, num_bytes, transfer_s: of all posted operations together.
+        runs, run_blocks: runs of consecutive block ids, and the blocks in them.
+        cache_usage: part of the KV cache in use, 0 to 1.
+        waiting: requests that wait for their turn.
+        outcomes: prompts whose KV was sent or received.
+        troubles: counters of what goes wrong, by name; only those above 0.
+    """
+
+    names: frozenset[str] = frozenset()
+    post_s: float = 0.0
+    posts: float = 0.0
+    pieces: float = 0.0
+    num_bytes: float = 0.0
+    transfer_s: float = 0.0
+    runs: float = 0.0
+    run_blocks: float = 0.0
+    run_buckets: tuple[tuple[float, float], ...] = ()
+    cache_usage: float | None = None
+    waiting: float = 0.0
+    outcomes: float = 0.0
+    troubles: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """How far somebody's clock is ahead of ours, in seconds: somewhere between the two."""
+
+    low_s: float
+    high_s: float
+
+    @property
+    def least_s(self) -> float:
+        """The smallest difference that explains what was seen, without its sign."""
+        return 0.0 if self.low_s <= 0.0 <= self.high_s else min(abs(self.low_s), abs(self.high_s))
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceFacts:
+    """One instance, as seen from here.
+
+    Attributes:
+        problem: why its HTTP API cannot be asked; empty if it answers.
+        health: status of `GET /health`.
+        models: names at `GET /v1/models`.
+        place: where its side channel listens; None if nobody has said so.
+        told: what its side channel told; None if it did not.
+        told_problem: why not; empty where it was not asked.
+        is_open: whether its side channel takes connections; None where that was not tried.
+        offer: what it told, checked and in our own types; `offer_problem` is why it is none.
+    """
+
+    role: Role
+    url: str
+    problem: str = ""
+    health: int | None = None
+    models: tuple[str, ...] = ()
+    engine: Engine = Engine.UNKNOWN
+    metrics: Metrics | None = None
+    clock: ClockOffset | None = None
+    place: Place | None = None
+    told: Told | None = None
+    told_problem: str = ""
+    is_open: bool | None = None
+    offer: PeerInstance | None = None
+    offer_problem: str = ""
+
+    @property
+    def name(self) -> str:
+        """How a report calls it."""
+        return f"{self.role} {self.url}"
+
+    @property
+    def http_host(self) -> str:
+        """The host that its HTTP API is asked at."""
+        return urlsplit(self.url).hostname or ""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything."""
+
+    prefill: tuple[InstanceFacts, ...] = ()
+    decode: tuple[InstanceFacts, ...] = ()
+    modes: tuple[TransferMode, ...] = ()
+    """Those that shall work; empty: at least one."""
+
+    @property
+    def instances(self) -> tuple[InstanceFacts, ...]:
+        """All of both sides."""
+        return (*self.prefill, *self.decode)
+
+    @property
+    def pairs(self) -> tuple[tuple[InstanceFacts, InstanceFacts], ...]:
+        """Every P with every D."""
+        return tuple((prefill, decode) for prefill in self.prefill for decode in self.decode)
+
+
+def pair_name(prefill: InstanceFacts, decode: InstanceFacts) -> str:
+    """How a report calls a pair."""
+    return f"{prefill.name} -> {decode.name}"

@@ -1,0 +1,9 @@
+"""From facts to findings, one file a subject. Pure.
+
+Decides what is wrong, how bad that is and what to do about it. Refuses to ask anybody.
+
+Reading path: `reach.py` (is everybody there), `fit.py` (do P and D belong together).
+
+Common changes: a new check is a function from facts to findings and a line in
+`doctor/checks.py`, where docs/doctor.md has a row for each.
+"""
