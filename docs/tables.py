@@ -29,6 +29,7 @@ from kvcourier.cli.vllm_config import vllm_config
 from kvcourier.config import CourierConfig, EndpointConfig, Limits, StagingConfig, Timing
 from kvcourier.engine.config import EngineConfig
 from kvcourier.probe.run import ProbeConfig
+from kvcourier.router.breaker import BreakerSettings
 from kvcourier.router.config import RouterConfig, RouterLimits, Timeouts
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -46,6 +47,7 @@ SETTINGS: tuple[type, ...] = (
     RouterConfig,
     Timeouts,
     RouterLimits,
+    BreakerSettings,
     ProbeConfig,
 )
 _MORE_TEXT = {
@@ -53,6 +55,7 @@ _MORE_TEXT = {
     "limits": "bounds on what comes from outside: see the limits below.",
     "courier": "how a courier waits and what NIXL it makes: see `CourierConfig`.",
     "staging": "the packed path: see `StagingConfig`.",
+    "breaker": "when an instance that keeps failing is left alone: see `BreakerSettings`.",
     "timeouts": "every wait of the router: see `Timeouts`.",
     "backoff_max_s": "longest pause after an instance did not answer.",
 }

@@ -6,6 +6,7 @@ to know what is served.
 
 import hashlib
 import hmac
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,16 +64,25 @@ def bearer(key: str) -> tuple[str, str]:
 
 
 class RequireApiKey:
-    """ASGI middleware: HTTP 401 for a call without one of the keys, before its body is read."""
+    """ASGI middleware: HTTP 401 for a call without one of the keys, before its body is read.
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    Args:
+        keys: open everything but the paths that have keys of their own; None: no key is needed.
+        by_prefix: keys of the paths that begin so.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys | None, by_prefix: Mapping[str, ApiKeys] | None = None
+    ) -> None:
         self._app = app
         self._keys = keys
+        self._by_prefix = dict(by_prefix or {})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the call on, or refuse it."""
         is_open = scope["type"] == "lifespan" or scope.get("path") in OPEN_PATHS
-        if is_open or self._has_key(scope):
+        keys = None if is_open else self._keys_of(str(scope.get("path", "")))
+        if keys is None or _presents(scope, keys):
             await self._app(scope, receive, send)
             return
         detail = ErrorDetail(
@@ -90,9 +100,14 @@ class RequireApiKey:
         await send({"type": "http.response.start", "status": 401, "headers": headers})
         await send({"type": "http.response.body", "body": content, "more_body": False})
 
-    def _has_key(self, scope: Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1:
-            return False
-        scheme, _, key = given[0].partition(b" ")
-        return bool(scheme.lower() == b"bearer") and self._keys.allows(key.strip(b" "))
+    def _keys_of(self, path: str) -> ApiKeys | None:
+        own = (keys for prefix, keys in self._by_prefix.items() if path.startswith(prefix))
+        return next(own, self._keys)
+
+
+def _presents(scope: Scope, keys: ApiKeys) -> bool:
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(given) != 1:
+        return False
+    scheme, _, key = given[0].partition(b" ")
+    return bool(scheme.lower() == b"bearer") and keys.allows(key.strip(b" "))

@@ -141,7 +141,7 @@ def test_sigterm_unwinds_like_ctrl_c(runner: CliRunner) -> None:
         (["serve", "--kv-lease-duration", "-1"], "kv_lease_duration: expected seconds above 0"),
         (["serve", "--kv-lease-duration", "nan"], "kv_lease_duration: expected seconds above 0"),
         (["serve", "--no-such-flag"], "--no-such-flag"),
-        (["route"], "--prefill"),
+        (["route"], "prefill: expected at least one"),
         (["route", "--prefill", "here", "--decode", "http://d:1"], "http://host:port.*'here'"),
         (
             ["route", "--prefill", "http://p:1", "--decode", "http://d:1", "--policy", "best"],

@@ -171,12 +171,15 @@ class FakeInstance:
         self.modes: list[str] = ["pull", "push"]
         self.tells = True
         self.healthy = True
+        self.draining = False
+        self.load: tuple[int, float] | None = None
         self.models = ["tiny"]
         self.script: Script = self.serve
         self.legs: list[Received] = []
         self.let_go: asyncio.Queue[str] = asyncio.Queue()
         self.arrived = asyncio.Event()
         self.asked = asyncio.Event()
+        self.asked_load = asyncio.Event()
         self.server = Server(self._app, port)
 
     @property
@@ -194,7 +197,18 @@ class FakeInstance:
             "block_size": 16,
             "modes": self.modes,
             "model": self.models[0] if self.models else "none",
+            "draining": self.draining,
         }
+
+    def metrics(self) -> str:
+        """A page as the embedded engine's, where a test sets a load."""
+        if self.load is None:
+            return ""
+        running, used = self.load
+        return (
+            f'kvcourier:num_requests_running{{model_name="tiny"}} {running}\n'
+            f'kvcourier:kv_cache_usage_perc{{model_name="tiny"}} {used}\n'
+        )
 
     def handoff(self, leg: Received) -> dict[str, Any]:
         """What P answers: vLLM's keys, and one that the router has never heard of."""
@@ -251,6 +265,11 @@ class FakeInstance:
         if scope["method"] == "DELETE":
             self.let_go.put_nowait(scope["path"].removeprefix("/kvcourier/transfers/"))
             await Connection(receive, send, Received(scope["path"], [], {})).answer(b"", 204)
+            return
+        if scope["path"] == "/metrics":
+            connection = Connection(receive, send, Received(scope["path"], [], {}))
+            await connection.answer(self.metrics().encode(), 200, "text/plain")
+            self.asked_load.set()
             return
         pages: dict[str, tuple[int, Any]] = {
             "/health": (200 if self.healthy else 503, {}),

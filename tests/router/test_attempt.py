@@ -43,7 +43,10 @@ def instance(name: str) -> SimpleNamespace:
         spec=spec,
         coordinates=None,
         info=None,
-        in_flight=0,
+        work=SimpleNamespace(num_kept=0),
+        begin=lambda prompt: 0,
+        end=lambda missing: None,
+        judge=lambda is_well: None,
         check_handoff=lambda handoff: None,
     )
 
@@ -63,6 +66,7 @@ async def test_a_leg_that_is_cancelled_before_it_begins_leaves_nothing_behind():
 
     services = SimpleNamespace(
         config=SimpleNamespace(timeouts=Timeouts()),
+        sides={LegName.DECODE: SimpleNamespace(pick=lambda *args: instance("d"))},
         upstream=SimpleNamespace(
             prefill=lambda *args: never("prefill"), decode=lambda *args: never("decode")
         ),
@@ -79,10 +83,10 @@ async def test_a_leg_that_is_cancelled_before_it_begins_leaves_nothing_behind():
         RequestId("r"),
         receive=None,
         send=None,
+        total_s=Timeouts().total_s,
     )
-    pair = {LegName.PREFILL: instance("p"), LegName.DECODE: instance("d")}
     left = asyncio.create_task(asyncio.Event().wait())
-    attempt = Attempt(services, call, pair, left)
+    attempt = Attempt(services, call, instance("p"), set(), left)
     content = json.dumps({"choices": [], "kv_transfer_params": HANDOFF}).encode()
     attempt._post(PrefillAnswered(Answer(200, "application/json", content)))
     attempt._post(ClientLeft())

@@ -13,6 +13,7 @@ from kvcourier.router.config import Coordinates
 from kvcourier.router.dispatch import Dispatch, Phase
 from kvcourier.router.events import (
     RETRYABLE,
+    RETRYABLE_STATUSES,
     STATUS_OF,
     Action,
     Answer,
@@ -38,6 +39,7 @@ from kvcourier.router.events import (
     StartPrefill,
     StreamEnding,
     TimeUp,
+    verdict,
 )
 from kvcourier.router.legs import HANDOFF_KEYS, Call
 
@@ -125,13 +127,44 @@ def test_a_whole_answer_leaves_p_to_finish() -> None:
 
 
 def test_errors_of_either_cancel_the_other() -> None:
-    for answer in (refused(400), refused(503)):
+    for answer in (refused(400), refused(500)):
         actions = run(PUSH, PrefillAnswered(answer))
         assert actions[0] == Cancel(LegName.DECODE)
         assert Reply(answer) in actions
         actions = run(PUSH, DecodeAnswered(answer))
         assert actions[0] == Cancel(LegName.PREFILL)
         assert Reply(answer) in actions
+
+
+@pytest.mark.parametrize("status", sorted(RETRYABLE_STATUSES))
+def test_an_answer_that_another_instance_may_not_give_is_kept_for_a_retry(status: int) -> None:
+    answer = refused(status)
+    for leg, event in (
+        (LegName.PREFILL, PrefillAnswered(answer)),
+        (LegName.DECODE, DecodeAnswered(answer)),
+    ):
+        actions = run(PUSH, event)
+        error = next(action for action in actions if isinstance(action, ReplyError))
+        assert error.retryable and (error.leg, error.answer) == (leg, answer)
+        assert outcome(actions) is CallOutcome.UPSTREAM_ERROR
+
+
+def test_whose_fault_it_is() -> None:
+    said = {
+        PrefillAnswered(refused(500)): (LegName.PREFILL, False),
+        PrefillAnswered(refused(400)): (LegName.PREFILL, True),
+        DecodeAnswered(refused(429)): None,
+        DecodeAnswered(Answer(503, "x", b'{"code": "kv_transfer_failed"}')): None,
+        DecodeAnswered(refused(503)): (LegName.DECODE, False),
+        DecodeStreaming(): (LegName.DECODE, True),
+        DecodeEnded(StreamEnding.TORN): (LegName.DECODE, False),
+        DecodeEnded(StreamEnding.DONE): None,
+        LOST_P: (LegName.PREFILL, False),
+        LegLost(LegName.DECODE, FailureKind.WRONG_MODE, "x"): None,
+        ClientLeft(): None,
+    }
+    for event, expected in said.items():
+        assert verdict(event) == expected, event
 
 
 @pytest.mark.parametrize("status", [302, 304])
@@ -200,6 +233,7 @@ PREFILL_RESULTS = st.sampled_from(
         PrefillAnswered(Answer(200, "x", b"<")),
         PrefillAnswered(refused(500)),
         PrefillAnswered(refused(400)),
+        PrefillAnswered(refused(503)),
         LOST_P,
     ]
 )
@@ -207,6 +241,7 @@ DECODE_RESULTS: st.SearchStrategy[list[Event]] = st.sampled_from(
     [
         [WHOLE],
         [DecodeAnswered(refused(400))],
+        [DecodeAnswered(refused(503))],
         [LOST_D],
         [DecodeStreaming(), DecodeEnded(StreamEnding.DONE)],
         [DecodeStreaming(), DecodeEnded(StreamEnding.TORN)],

@@ -377,7 +377,7 @@ async def test_an_instance_that_tells_nonsense_is_asked_again() -> None:
         return httpx.Response(200, content=b"[" * 100_000)
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(nonsense)) as client:
-        instance = Instance(InstanceSpec("http://p:1"), client, Timeouts())
+        instance = Instance(InstanceSpec("http://p:1"), client)
         await instance.learn()
     assert instance.info is None and "unusable: nested too deeply" in instance.problem
 

@@ -30,7 +30,6 @@ from kvcourier.router.legs import (
     prefill_params,
     read_handoff,
 )
-from kvcourier.router.policy import POLICIES, Candidate, choose
 
 repeatable = settings(derandomize=True, deadline=None)
 WHERE = Coordinates(EngineId("p"), "host", 5600, 2, 3)
@@ -237,36 +236,3 @@ def test_headers_of_one_connection_stay_behind() -> None:
         ("authorization", "Bearer k"),
         ("traceparent", "00-1"),
     )
-
-
-CANDIDATES = st.lists(
-    st.builds(Candidate, st.booleans(), st.booleans(), st.integers(0, 5)), min_size=1, max_size=6
-)
-
-
-@repeatable
-@given(st.sampled_from(sorted(POLICIES)), CANDIDATES, st.integers(0, 100))
-def test_a_choice_is_usable_and_reachable_if_any_is(
-    policy: str, candidates: list[Candidate], turn: int
-) -> None:
-    index = choose(policy, candidates, turn)
-    usable = [candidate for candidate in candidates if candidate.usable]
-    if index is None:
-        assert not usable
-        return
-    assert candidates[index].usable
-    if any(candidate.reachable for candidate in usable):
-        assert candidates[index].reachable
-
-
-@repeatable
-@given(st.sampled_from(sorted(POLICIES)), st.integers(1, 6), st.integers(0, 20))
-def test_equal_candidates_take_turns(policy: str, size: int, first: int) -> None:
-    candidates = [Candidate() for _ in range(size)]
-    chosen = [choose(policy, candidates, first + step) for step in range(size)]
-    assert sorted(index for index in chosen if index is not None) == list(range(size))
-
-
-def test_the_least_busy_is_chosen() -> None:
-    candidates = [Candidate(in_flight=3), Candidate(in_flight=1), Candidate(in_flight=2)]
-    assert {choose("least_in_flight", candidates, turn) for turn in range(6)} == {1}

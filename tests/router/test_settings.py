@@ -78,6 +78,7 @@ def test_bad_specs_say_what_is_expected(text: str, says: str) -> None:
         ({"decode": ONE * 2}, "each instance once"),
         ({"mode": "shove"}, "pull, push"),
         ({"policy": "best"}, "round_robin"),
+        ({"decode_policy": "best"}, "decode_policy: expected one of round_robin"),
         ({"retries": -1}, "0 to 16"),
     ],
 )

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from endpoint_rig import Rig
 from kvcourier.core.workspace import Counted
 from kvcourier.engine.server.metrics import ENGINE_METRICS, PREFIX, ServerMetrics
-from kvcourier.router.metrics import RouterMetrics
+from kvcourier.router.metrics import InstanceCollector, RouterMetrics
 from kvcourier.runtime.metrics import RUN_LENGTH, CoreCollector, CourierMetrics, Snapshot, text
 from kvcourier.runtime.reports import Outcome
 from kvcourier.transport.memory import MemoryNetwork, MemoryTransport
@@ -99,6 +99,19 @@ def in_the_code(rig: Rig) -> set[Described]:
             for name, _ in ENGINE_METRICS.values()
         ),
         *of_instruments(RouterMetrics().registry),
+        *of_instances(),
+    }
+
+
+def of_instances() -> set[Described]:
+    """What a router shows of each of its instances."""
+    return {
+        Described(
+            family.name + ("_total" if family.type == "counter" else ""),
+            family.type,
+            tuple(family._labelnames),
+        )
+        for family in InstanceCollector({}).collect()
     }
 
 

@@ -11,6 +11,7 @@ import typer
 from kvcourier.api_keys import api_keys, read_api_keys
 from kvcourier.cli.config_file import ConfigFile
 from kvcourier.config import Binding, TransferMode
+from kvcourier.router.breaker import BreakerSettings
 from kvcourier.router.config import (
     DEFAULT_ROUTER_PORT,
     RouterConfig,
@@ -22,16 +23,25 @@ from kvcourier.router.policy import POLICIES
 
 _TIMEOUTS = Timeouts()
 _LIMITS = RouterLimits()
+_BREAKER = BreakerSettings()
 _INSTANCE = "URL[,KEY=VALUE...]"
 
 
 def route(
     prefill: Annotated[
-        list[str], typer.Option(metavar=_INSTANCE, help="A prefill instance; repeatable.")
-    ],
+        list[str] | None, typer.Option(metavar=_INSTANCE, help="A prefill instance; repeatable.")
+    ] = None,
     decode: Annotated[
-        list[str], typer.Option(metavar=_INSTANCE, help="A decode instance; repeatable.")
-    ],
+        list[str] | None, typer.Option(metavar=_INSTANCE, help="A decode instance; repeatable.")
+    ] = None,
+    instances: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Further instances: TOML with the lists prefill and decode. Read again whenever "
+            "it changes.",
+        ),
+    ] = None,
     mode: Annotated[
         TransferMode,
         typer.Option(help="How KV moves where a request has no X-KV-Mode header."),
@@ -46,9 +56,32 @@ def route(
     policy: Annotated[
         str, typer.Option(help=f"Who serves the next request: {', '.join(POLICIES)}.")
     ] = "round_robin",
+    prefill_policy: Annotated[
+        str | None, typer.Option(help="The same for prefill instances alone.")
+    ] = None,
+    decode_policy: Annotated[
+        str | None, typer.Option(help="The same for decode instances alone.")
+    ] = None,
     retries: Annotated[
-        int, typer.Option(min=0, max=16, help="Further tries after an instance was not reached.")
+        int,
+        typer.Option(
+            min=0,
+            max=16,
+            help="Further tries after an instance was not reached, was lost, or answered 429, 502, "
+            "503 or 504, as long as the client has got nothing.",
+        ),
     ] = 0,
+    breaker_failures: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Failures in a row after which an instance is left alone for a while; 0: never.",
+        ),
+    ] = _BREAKER.failures,
+    breaker_open: Annotated[
+        float,
+        typer.Option(help="Seconds until one request tries it again; longer each time it fails."),
+    ] = _BREAKER.open_s,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")
@@ -68,6 +101,15 @@ def route(
     max_in_flight: Annotated[
         int, typer.Option(help="Requests at a time; more are refused with 503.")
     ] = _LIMITS.max_in_flight,
+    max_body_mib: Annotated[
+        int, typer.Option(min=1, help="Largest body of a request; more is refused with 413.")
+    ] = _LIMITS.max_body_bytes >> 20,
+    load_interval: Annotated[
+        float,
+        typer.Option(
+            help="Seconds between two questions how busy an instance is, where a policy needs that."
+        ),
+    ] = _TIMEOUTS.load_s,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -84,6 +126,14 @@ def route(
             "and the client's is passed on if the router has no keys of its own.",
         ),
     ] = None,
+    admin_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Keys, one a line, of which whoever adds, removes and drains instances must have "
+            "one. Default: nobody may.",
+        ),
+    ] = None,
     config: ConfigFile = None,
 ) -> None:
     """Speak the OpenAI API in front of prefill and decode instances.
@@ -94,7 +144,8 @@ def route(
     \b
       kvcourier route --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
       kvcourier route --prefill http://p1:8100 --prefill http://p2:8100 \\
-                      --decode http://d1:8200 --mode push --policy least_in_flight
+                      --decode http://d1:8200 --mode push --policy least_loaded
+      kvcourier route --instances instances.toml --retries 2
 
     kvcourier's own instances say themselves where their KV is found. For push from vLLM, say it:
 
@@ -105,19 +156,29 @@ def route(
     from kvcourier.router.app import create_app
 
     settings = RouterConfig(
-        prefill=tuple(parse_instance_spec(text) for text in prefill),
-        decode=tuple(parse_instance_spec(text) for text in decode),
+        prefill=tuple(parse_instance_spec(text) for text in prefill or ()),
+        decode=tuple(parse_instance_spec(text) for text in decode or ()),
         mode=mode,
         binding=binding,
         policy=policy,
+        prefill_policy=prefill_policy,
+        decode_policy=decode_policy,
         retries=retries,
+        breaker=BreakerSettings(
+            failures=breaker_failures,
+            open_s=breaker_open,
+            max_open_s=max(breaker_open, _BREAKER.max_open_s),
+        ),
+        instances_file=instances,
+        admin_keys=None if admin_key_file is None else api_keys(read_api_keys(admin_key_file)),
         timeouts=Timeouts(
             connect_s=connect_timeout,
             prefill_s=prefill_timeout,
             first_byte_s=first_byte_timeout,
             total_s=total_timeout,
+            load_s=load_interval,
         ),
-        limits=RouterLimits(max_in_flight=max_in_flight),
+        limits=RouterLimits(max_body_bytes=max_body_mib << 20, max_in_flight=max_in_flight),
         api_keys=None if api_key_file is None else api_keys(read_api_keys(api_key_file)),
         instance_api_key=(
             None if instance_api_key_file is None else read_api_keys(instance_api_key_file)[0]

@@ -4,15 +4,17 @@ Decides which instances serve a call, what each is sent and when, and what the c
 fails. Refuses to know models, prompts and KV caches: what only an instance can judge, it judges.
 
 Reading path: `dispatch` (what happens on each event of a dispatch), `events` (its words), `legs`
-(what each instance is sent), `intake` (what a client may ask), `policy` (which instances serve
-it): these are pure. Then `exchange` (one client call), `attempt` (drives one dispatch of it),
-`upstream` (one leg over HTTP), `instances` (what is known of each instance), `answers` (what the
-router itself says), `app` (routes), `config`, `metrics`.
+(what each instance is sent), `intake` (what a client may ask), `policy` (which instances serve it),
+`prompts` and `load` (what a policy goes by), `breaker` (who is left alone): these are pure. Then
+`exchange` (one client call), `attempt` (drives one dispatch of it), `upstream` (one leg over HTTP),
+`instances` (what is known of each instance), `sides` (who is there), `membership` (who comes and
+goes), `answers` (what the router itself says), `app`, `pages` and `admin` (routes), `config`,
+`metrics`.
 
 Nothing is re-exported here, so that reading settings does not load an HTTP stack:
 `app.create_app(config.RouterConfig(...))` is the way in.
 
-Common changes: a new policy is an entry in `policy.POLICIES`; a new kind of failure is an entry
-in `events.STATUS_OF` and the place that raises it; a new key towards the instances goes into
-`legs` and its golden test.
+Common changes: a new policy is an entry in `policy.POLICIES` and a row in docs/routing.md; a new
+kind of failure is an entry in `events.STATUS_OF` and the place that raises it; a new key towards
+the instances goes into `legs` and its golden test.
 """

@@ -4,7 +4,7 @@ Decides the shape of error objects (OpenAI's) and how an answer or a stream is p
 Refuses to know why.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 from starlette.types import Send
@@ -49,19 +49,20 @@ async def send_error(
 class EventStream:
     """A relayed stream of server-sent events: bytes go through as they come.
 
-    Looks at the last event only, to tell a whole answer from a torn one.
+    Looks at the last event only, to tell a whole answer from a torn one. `headers` are asked for
+    when it starts.
     """
 
-    def __init__(self, send: Send, headers: Headers) -> None:
+    def __init__(self, send: Send, headers: Callable[[], Headers]) -> None:
         self._send = send
-        self._headers = tuple(headers)
+        self._headers = headers
         self._tail = b""
         self.started = False
 
     async def start(self, status: int, content_type: str) -> None:
         """Send the head, once."""
         self.started = True
-        await _send_head(self._send, status, content_type, self._headers)
+        await _send_head(self._send, status, content_type, self._headers())
 
     async def write(self, chunk: bytes) -> None:
         """Pass one chunk on."""

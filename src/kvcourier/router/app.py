@@ -1,18 +1,15 @@
 """The router's routes.
 
-Decides what is refused before any instance hears of it, and what the router tells of itself.
-Refuses to know how a call is served (`exchange`).
+Decides what is refused before any instance hears of it. Refuses to know how a call is served
+(`exchange`), and what the router tells of itself (`pages`).
 """
 
 import asyncio
-import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-import httpx
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -22,28 +19,36 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvcourier.api_keys import RequireApiKey
+from kvcourier.config import TransferMode
 from kvcourier.ids import RequestId
+from kvcourier.router.admin import ADMIN_PREFIX, Admin, closed_routes
 from kvcourier.router.answers import JSON_TYPE, error_content, send_error
 from kvcourier.router.attempt import ClientCall, Services
-from kvcourier.router.config import RouterConfig
+from kvcourier.router.config import InstanceSpec, RouterConfig
 from kvcourier.router.events import CallOutcome, LegName
 from kvcourier.router.exchange import Exchange
-from kvcourier.router.instances import Instance, Side
+from kvcourier.router.instances import Instance, InstanceOptions
 from kvcourier.router.intake import (
     CallRefused,
     binding_of,
+    conversation_of,
     forwarded_headers,
     mode_of,
     parse_body,
     request_id_of,
+    total_s_of,
 )
-from kvcourier.router.legs import read_object
+from kvcourier.router.membership import InstancesFile, Membership
 from kvcourier.router.metrics import RouterMetrics
+from kvcourier.router.pages import Pages
+from kvcourier.router.prompts import prompt_of
+from kvcourier.router.sides import NO_PROMPT, Side
 from kvcourier.router.upstream import Upstream, make_client
 
 _log = logging.getLogger(__name__)
 
 _CALL_PATHS = ("/v1/completions", "/v1/chat/completions")
+_FILE_PERIOD_S = 1.0
 
 
 def create_app(config: RouterConfig) -> Starlette:
@@ -53,14 +58,23 @@ def create_app(config: RouterConfig) -> Starlette:
     instance that is not up yet is no error.
     """
     client = make_client(config.timeouts, config.instance_api_key)
+    options = InstanceOptions(config.timeouts, config.breaker)
+
+    def make(spec: InstanceSpec) -> Instance:
+        return Instance(spec, client, options)
+
+    prefill_policy, decode_policy = config.policies
     sides = {
-        LegName.PREFILL: _side(config, config.prefill, client),
-        LegName.DECODE: _side(config, config.decode, client),
+        LegName.PREFILL: Side(map(make, config.prefill), prefill_policy),
+        LegName.DECODE: Side(map(make, config.decode), decode_policy),
     }
-    services = Services(
-        config, Upstream(client, config.timeouts, config.limits), sides, RouterMetrics()
-    )
-    calls, pages = _Calls(services), _Pages(services)
+    metrics = RouterMetrics(sides)
+    services = Services(config, Upstream(client, config.timeouts, config.limits), sides, metrics)
+    membership = Membership(sides, make)
+    file = None
+    if config.instances_file is not None:
+        file = InstancesFile(config.instances_file, membership, metrics.file_errors.inc)
+    calls, pages = _Calls(services), Pages(services)
     app = Starlette(
         routes=[
             *(Route(path, calls, methods=["POST"]) for path in _CALL_PATHS),
@@ -68,35 +82,36 @@ def create_app(config: RouterConfig) -> Starlette:
             Route("/health", pages.health),
             Route("/metrics", pages.metrics),
             Route("/kvcourier/instances", pages.instances),
+            *(closed_routes() if config.admin_keys is None else Admin(membership).routes()),
         ],
         exception_handlers={HTTPException: _http_error},
-        lifespan=lambda _app: _lifespan(services),
+        lifespan=lambda _app: _lifespan(services, file),
     )
-    if config.api_keys is not None:
-        app.add_middleware(RequireApiKey, keys=config.api_keys)
+    own = {} if config.admin_keys is None else {ADMIN_PREFIX: config.admin_keys}
+    if config.api_keys is not None or own:
+        app.add_middleware(RequireApiKey, keys=config.api_keys, by_prefix=own)
     app.state.services = services
     app.state.begin_stop = services.begin_stop
     return app
 
 
-def _side(config: RouterConfig, specs: Any, client: httpx.AsyncClient) -> Side:
-    return Side([Instance(spec, client, config.timeouts) for spec in specs], config.policy)
-
-
 @asynccontextmanager
-async def _lifespan(services: Services) -> AsyncIterator[None]:
-    watches = [
-        asyncio.create_task(instance.watch())
-        for side in services.sides.values()
-        for instance in side.instances
-    ]
+async def _lifespan(services: Services, file: InstancesFile | None) -> AsyncIterator[None]:
+    watch = None
+    if file is not None:
+        file.look()
+        watch = asyncio.create_task(file.watch(_FILE_PERIOD_S))
+    for side in services.sides.values():
+        side.start()
     try:
         yield
     finally:
-        tasks = [*watches, *services.background]
+        tasks = [*services.background, *([watch] if watch is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for side in services.sides.values():
+            await side.stop()
         await services.upstream.client.aclose()
 
 
@@ -138,10 +153,8 @@ class _Calls:
             return "none", CallOutcome.REFUSED
         mode = "none"
         try:
-            config = self._services.config
-            mode = transfer_mode = mode_of(headers, config.mode)
-            binding = binding_of(headers, transfer_mode, config.binding)
-            body = parse_body(await _read_body(Request(scope, receive), limits.max_body_bytes))
+            mode = transfer_mode = mode_of(headers, self._services.config.mode)
+            call = await self._read(scope, receive, send, transfer_mode, RequestId(request_id))
         except CallRefused as error:
             await send_error(send, 400, str(error), own, param=error.param)
             return mode, CallOutcome.REFUSED
@@ -151,17 +164,31 @@ class _Calls:
             return mode, CallOutcome.REFUSED
         except ClientDisconnect:
             return mode, CallOutcome.CLIENT_LEFT
-        call = ClientCall(
+        return mode, await Exchange(self._services, call).run()
+
+    async def _read(
+        self, scope: Scope, receive: Receive, send: Send, mode: TransferMode, request_id: RequestId
+    ) -> ClientCall:
+        """Check a call. Raises CallRefused, _TooLarge or ClientDisconnect."""
+        config, headers = self._services.config, Headers(scope=scope)
+        binding = binding_of(headers, mode, config.binding)
+        conversation = conversation_of(headers)
+        total_s = total_s_of(headers, config.timeouts.total_s)
+        raw = await _read_body(Request(scope, receive), config.limits.max_body_bytes)
+        body = parse_body(raw)
+        return ClientCall(
             path=scope["path"],
             body=body,
-            headers=forwarded_headers(headers.items(), self._services.config.has_keys),
-            mode=transfer_mode,
+            headers=forwarded_headers(headers.items(), config.has_keys),
+            mode=mode,
             binding=binding,
-            request_id=RequestId(request_id),
+            request_id=request_id,
             receive=receive,
             send=send,
+            total_s=total_s,
+            prompt=prompt_of(body) if config.needs_prompt else NO_PROMPT,
+            conversation=conversation,
         )
-        return mode, await Exchange(self._services, call).run()
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
@@ -174,89 +201,3 @@ async def _read_body(request: Request, limit: int) -> bytes:
         if len(body) > limit:
             raise _TooLarge
     return bytes(body)
-
-
-class _Pages:
-    """What the router tells of itself and of its instances."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def health(self, _request: Request) -> Response:
-        """200 if at least one instance of each side says that it is well."""
-        details: dict[str, Any] = {}
-        for leg, side in self._services.sides.items():
-            answers = await asyncio.gather(*(_ask(one, "/health") for one in side.instances))
-            details[leg] = {
-                one.name: _health_line(answer)
-                for one, answer in zip(side.instances, answers, strict=True)
-            }
-        well = all("ok" in states.values() for states in details.values())
-        content = {"status": "ok" if well else "unavailable", **details}
-        return _json(content, 200 if well else 503)
-
-    async def models(self, _request: Request) -> Response:
-        """The models that both a prefill and a decode instance serve."""
-        cards: dict[LegName, dict[str, Any]] = {}
-        for leg, side in self._services.sides.items():
-            answers = await asyncio.gather(*(_ask(one, "/v1/models") for one in side.instances))
-            if not any(isinstance(answer, httpx.Response) for answer in answers):
-                names = ", ".join(instance.name for instance in side.instances)
-                message = f"No {leg} instance answers ({names})."
-                return Response(error_content(503, message), 503, media_type=JSON_TYPE)
-            cards[leg] = _cards(answers)
-        shared = [
-            card for name, card in cards[LegName.DECODE].items() if name in cards[LegName.PREFILL]
-        ]
-        return _json({"object": "list", "data": shared})
-
-    async def metrics(self, _request: Request) -> Response:
-        """All metrics, as Prometheus text."""
-        return Response(
-            self._services.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
-
-    async def instances(self, _request: Request) -> Response:
-        """What is known of each instance."""
-        config = self._services.config
-        return _json(
-            {
-                "mode": config.mode,
-                "binding": config.binding,
-                "policy": config.policy,
-                **{
-                    leg: [instance.describe() for instance in side.instances]
-                    for leg, side in self._services.sides.items()
-                },
-            }
-        )
-
-
-def _json(content: Mapping[str, Any], status: int = 200) -> Response:
-    return Response(json.dumps(content), status, media_type=JSON_TYPE)
-
-
-async def _ask(instance: Instance, path: str) -> httpx.Response | str:
-    """The answer, or why there is none."""
-    try:
-        return await instance.get(path)
-    except TimeoutError:
-        return "no answer in time"
-    except httpx.HTTPError as error:
-        return f"cannot be reached ({error})"
-
-
-def _health_line(answer: httpx.Response | str) -> str:
-    if isinstance(answer, str):
-        return answer
-    return "ok" if answer.is_success else f"answered {answer.status_code}"
-
-
-def _cards(answers: list[httpx.Response | str]) -> dict[str, Any]:
-    cards: dict[str, Any] = {}
-    for answer in answers:
-        if isinstance(answer, str) or not answer.is_success:
-            continue
-        with suppress(ValueError, TypeError, KeyError):
-            cards |= {card["id"]: card for card in read_object(answer.content)["data"]}
-    return cards

@@ -1,7 +1,8 @@
-"""One dispatch of a call to one pair of instances, carried out.
+"""One dispatch of a call, carried out.
 
 Decides how the events of tasks, timer and client reach a `Dispatch` one at a time, and how its
-actions are performed. Refuses to know what follows from what: that is `dispatch`.
+actions are performed; D is chosen when its leg starts, not before. Refuses to know what follows
+from what: that is `dispatch`.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ from kvcourier.router.events import (
     Event,
     FailureKind,
     Finish,
+    LegLost,
     LegName,
     Note,
     PrefillAnswered,
@@ -40,16 +42,26 @@ from kvcourier.router.events import (
     StartDecode,
     StartPrefill,
     TimeUp,
+    verdict,
 )
-from kvcourier.router.instances import Instance, Side
+from kvcourier.router.instances import Instance
 from kvcourier.router.intake import BINDING_HEADER, MODE_HEADER
-from kvcourier.router.legs import Call, Leg, decode_leg, prefill_leg, read_handoff
+from kvcourier.router.legs import (
+    Call,
+    Leg,
+    Params,
+    decode_leg,
+    prefill_leg,
+    read_handoff,
+)
 from kvcourier.router.metrics import RouterMetrics
+from kvcourier.router.prompts import Prompt
+from kvcourier.router.sides import NO_PROMPT, Side
 from kvcourier.router.upstream import Upstream
 
 _log = logging.getLogger(__name__)
 
-Pair = Mapping[LegName, Instance]
+Chosen = Mapping[LegName, Instance]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +87,13 @@ class Services:
 
 @dataclass(frozen=True, slots=True)
 class ClientCall:
-    """A checked call and the client's connection."""
+    """A checked call and the client's connection.
+
+    Attributes:
+        prompt: what is known of its prompt; an empty one where no policy needs it.
+        conversation: which one it belongs to, if it says so.
+        total_s: from its start to the end of its answer.
+    """
 
     path: str
     body: Mapping[str, Any]
@@ -85,20 +103,34 @@ class ClientCall:
     request_id: RequestId
     receive: Receive
     send: Send
+    total_s: float
+    prompt: Prompt = NO_PROMPT
+    conversation: str = ""
     started_s: float = field(default_factory=time.monotonic)
 
 
 class Attempt:
-    """One dispatch to one pair: the driver of a `Dispatch`."""
+    """One dispatch: the driver of a `Dispatch`.
+
+    Args:
+        prefill: who computes the prompt.
+        tried: whom this call need not be sent to any more; grows.
+        left: ends when the client has gone.
+    """
 
     def __init__(
-        self, services: Services, call: ClientCall, pair: Pair, left: asyncio.Task[None]
+        self,
+        services: Services,
+        call: ClientCall,
+        prefill: Instance,
+        tried: set[Instance],
+        left: asyncio.Task[None],
     ) -> None:
         self._services = services
         self._client = call
-        self._pair = pair
+        self._chosen: dict[LegName, Instance] = {LegName.PREFILL: prefill}
+        self._tried = tried
         self._left = left
-        prefill, decode = pair[LegName.PREFILL], pair[LegName.DECODE]
         self._call = Call(
             mode=call.mode,
             transfer_id=TransferId(uuid.uuid4().hex),
@@ -107,23 +139,32 @@ class Attempt:
             headers=call.headers,
             coordinates=prefill.coordinates,
             prefill_dp_rank=prefill.spec.dp_rank,
-            decode_dp_rank=decode.spec.dp_rank,
             modes_known=prefill.info is not None,
             binding=call.binding,
         )
-        self.headers = answer_headers(call, self._call.transfer_id, pair)
         self.failure: ReplyError | None = None
         self._dispatch = Dispatch(self._call)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._tasks: dict[LegName, asyncio.Task[None]] = {}
         self._relay = asyncio.Event()
-        self._stream = EventStream(call.send, self.headers)
+        self._stream = EventStream(call.send, lambda: self.headers)
         self._outcome: CallOutcome | None = None
+        self._keeps_prefill = False
+
+    @property
+    def chosen(self) -> Chosen:
+        """Who serves it, as far as that is decided."""
+        return self._chosen
+
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """What the client's answer tells of the dispatch."""
+        return answer_headers(self._client, self._call.transfer_id, self._chosen)
 
     async def run(self) -> CallOutcome:
         """Drive the dispatch to its end; `failure` is set if the client has no answer yet."""
         loop = asyncio.get_running_loop()
-        total_s = self._services.config.timeouts.total_s
+        total_s = self._client.total_s
         end_s = loop.time() + total_s - (time.monotonic() - self._client.started_s)
         timer = loop.call_at(end_s, self._post, TimeUp())
         self._left.add_done_callback(self._on_left)
@@ -137,6 +178,7 @@ class Attempt:
             raise
         finally:
             timer.cancel()
+            self._keep_prefill(False)
             self._services.running.discard(self)
             self._left.remove_done_callback(self._on_left)
         self._let_run_out()
@@ -154,16 +196,22 @@ class Attempt:
 
     async def _step(self) -> None:
         event = await self._events.get()
+        self._judge(event)
         if isinstance(event, PrefillAnswered) and event.answer.ok:
             self._compare(event)
         await self._perform(self._dispatch.handle(event))
+
+    def _judge(self, event: Event) -> None:
+        found = verdict(event)
+        if found is not None and found[0] in self._chosen:
+            self._chosen[found[0]].judge(found[1])
 
     def _compare(self, event: PrefillAnswered) -> None:
         try:
             handoff = read_handoff(event.answer.content)
         except ValueError:
             return
-        self._pair[LegName.PREFILL].check_handoff(handoff or {})
+        self._chosen[LegName.PREFILL].check_handoff(handoff or {})
 
     async def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -171,7 +219,7 @@ class Attempt:
                 case StartPrefill():
                     self._start_prefill(prefill_leg(self._call))
                 case StartDecode(params):
-                    self._start_decode(decode_leg(self._call, params))
+                    self._start_decode(params)
                 case Cancel(leg):
                     await self._cancel(leg)
                     if leg is LegName.PREFILL:
@@ -191,24 +239,42 @@ class Attempt:
                 case ReplyError():
                     self.failure = action
                 case Relay():
+                    self._keep_prefill(False)
                     self._observe_first_byte()
                     self._relay.set()
                 case EndStream():
                     await self._stream.end()
                 case BreakStream(kind, reason):
-                    decode = self._pair[LegName.DECODE].name
+                    decode = self._chosen[LegName.DECODE].name
                     message = f"The decode instance {decode} {reason} in the middle of the answer."
                     await self._stream.break_off(message, kind)
                 case Finish(outcome):
                     self._outcome = outcome
+                    self._keep_prefill(False)
+
+    def _keep_prefill(self, keeps: bool) -> None:
+        """Whether D may still need what P has: until then P is not done, though its leg may be."""
+        if keeps != self._keeps_prefill:
+            self._keeps_prefill = keeps
+            self._chosen[LegName.PREFILL].work.num_kept += 1 if keeps else -1
 
     def _start_prefill(self, leg: Leg) -> None:
-        url = self._pair[LegName.PREFILL].spec.url + self._client.path
+        self._keep_prefill(True)
+        url = self._chosen[LegName.PREFILL].spec.url + self._client.path
         upstream = self._services.upstream
         self._start(LegName.PREFILL, lambda: upstream.prefill(url, leg, self._post))
 
-    def _start_decode(self, leg: Leg) -> None:
-        url = self._pair[LegName.DECODE].spec.url + self._client.path
+    def _start_decode(self, params: Params) -> None:
+        call = self._client
+        side = self._services.sides[LegName.DECODE]
+        decode = side.pick(call.mode, self._tried, call.prompt, call.conversation)
+        if decode is None:
+            reason = f"takes part in {call.mode}, is not drained, and was not tried already"
+            self._post(LegLost(LegName.DECODE, FailureKind.NO_INSTANCE, reason))
+            return
+        self._chosen[LegName.DECODE] = decode
+        leg = decode_leg(self._call, params, decode.spec.dp_rank)
+        url = decode.spec.url + call.path
         upstream = self._services.upstream
         self._start(
             LegName.DECODE,
@@ -218,16 +284,17 @@ class Attempt:
     def _start(self, leg: LegName, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
         # Not yet the coroutine itself: a leg that is cancelled before its task begins, as when the
         # client leaves in that moment, would leave it behind, never awaited.
-        self._tasks[leg] = asyncio.create_task(self._timed(leg, send))
+        self._tasks[leg] = asyncio.create_task(self._timed(leg, self._chosen[leg], send))
 
-    async def _timed(self, leg: LegName, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        instance = self._pair[leg]
-        instance.in_flight += 1
+    async def _timed(
+        self, leg: LegName, instance: Instance, send: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        missing = instance.begin(self._client.prompt)
         began_s = time.monotonic()
         try:
             await send()
         finally:
-            instance.in_flight -= 1
+            instance.end(missing)
             seconds = time.monotonic() - began_s
             self._services.metrics.leg_seconds.labels(leg, self._call.mode).observe(seconds)
 
@@ -240,7 +307,7 @@ class Attempt:
 
     def _let_go(self) -> None:
         """P may have computed the prompt, and D not heard of it: then no one else will tell P."""
-        prefill, name = self._pair[LegName.PREFILL], self._call.transfer_id
+        prefill, name = self._chosen[LegName.PREFILL], self._call.transfer_id
         if LegName.PREFILL not in self._tasks or prefill.info is None:
             # Never asked, or not one of ours: there the lease has to do.
             return
@@ -248,16 +315,17 @@ class Attempt:
         self._in_background(self._services.upstream.let_go(url, self._call.headers))
 
     def _note(self, note: Note) -> None:
-        instance = self._pair[note.leg]
         self._services.metrics.failures.labels(note.leg, note.kind).inc()
+        instance = self._chosen.get(note.leg)
         _log.warning(
-            "request %s, transfer %s: the %s instance %s %s",
+            "request %s, transfer %s: %s %s",
             self._call.request_id,
             self._call.transfer_id,
-            note.leg,
-            instance.name,
+            subject(note.leg, note.kind, self._chosen),
             note.reason,
         )
+        if instance is None:
+            return
         if note.kind in RETRYABLE:
             instance.lost()
         elif note.kind is FailureKind.STALE_COORDINATES:
@@ -289,8 +357,15 @@ class Attempt:
             await self._step()
 
 
+def subject(leg: LegName, kind: FailureKind, chosen: Chosen) -> str:
+    """Who failed, to begin a sentence with."""
+    if kind is FailureKind.NO_INSTANCE or leg not in chosen:
+        return f"no {leg} instance"
+    return f"the {leg} instance {chosen[leg].name}"
+
+
 def answer_headers(
-    call: ClientCall, transfer_id: TransferId | None, pair: Pair | None
+    call: ClientCall, transfer_id: TransferId | None, chosen: Chosen
 ) -> tuple[tuple[str, str], ...]:
     """What every answer tells of the call, and of its dispatch where there was one."""
     headers = [
@@ -300,6 +375,5 @@ def answer_headers(
     ]
     if transfer_id is not None:
         headers.append(("x-kv-transfer-id", transfer_id))
-    if pair is not None:
-        headers += [(f"x-kv-{leg}", instance.name) for leg, instance in pair.items()]
+    headers += [(f"x-kv-{leg}", chosen[leg].name) for leg in LegName if leg in chosen]
     return tuple(headers)

@@ -8,6 +8,7 @@ import dataclasses
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ from kvcourier.api_keys import ApiKeys
 from kvcourier.config import DEFAULT_SIDE_CHANNEL_PORT, Binding, TransferMode
 from kvcourier.errors import ConfigError, shorten
 from kvcourier.ids import EngineId
+from kvcourier.router.breaker import BreakerSettings
 from kvcourier.router.policy import POLICIES
 
 DEFAULT_ROUTER_PORT = 8192
@@ -78,6 +80,7 @@ class Timeouts:
         total_s: from the client's request to the end of its answer.
         learn_s: one question to an instance about itself (health, models, coordinates).
         refresh_s: how often a running instance is asked again.
+        load_s: how often an instance is asked how busy it is, where a policy needs that.
         backoff_s: first pause after an instance did not answer; doubled up to `backoff_max_s`.
     """
 
@@ -87,6 +90,7 @@ class Timeouts:
     total_s: float = 3600.0
     learn_s: float = 3.0
     refresh_s: float = 5.0
+    load_s: float = 1.0
     backoff_s: float = 0.1
     backoff_max_s: float = 5.0
 
@@ -123,14 +127,21 @@ class RouterConfig:
     """Everything the router needs.
 
     Attributes:
-        prefill: instances that compute prompts; at least one.
-        decode: instances that generate; at least one.
+        prefill: instances that compute prompts; at least one, unless others can come later.
+        decode: instances that generate; likewise.
         mode: how KV moves where the client's `X-KV-Mode` says nothing.
         binding: when D is told where `X-KV-Binding` says nothing: early, at once with P, or late,
             when P has answered; None leaves it to the mode.
-        policy: a key of `policy.POLICIES`.
-        retries: further dispatches after a connection to an instance failed and before the
-            client got a byte. Each goes to another instance under a new transfer id.
+        policy: who serves the next request, a key of `policy.POLICIES`.
+        prefill_policy: the same for prefill instances alone; None: as `policy` says.
+        decode_policy: the same for decode instances alone; None: as `policy` says.
+        retries: further dispatches after an instance was not reached, was lost, or answered 429,
+            502, 503 or 504, and before the client got a byte. Each goes to another instance under
+            a new transfer id.
+        breaker: when an instance that keeps failing is left alone.
+        instances_file: names further instances; read again whenever it changes.
+        admin_keys: of which whoever adds, removes and drains instances must have one; None: nobody
+            may.
         api_keys: of which clients must have one; None: open to all.
         instance_api_key: what the router itself shows to every instance; None: nothing.
     """
@@ -140,7 +151,12 @@ class RouterConfig:
     mode: TransferMode = TransferMode.PULL
     binding: Binding | None = None
     policy: str = "round_robin"
+    prefill_policy: str | None = None
+    decode_policy: str | None = None
     retries: int = 0
+    breaker: BreakerSettings = field(default_factory=BreakerSettings)
+    instances_file: Path | None = None
+    admin_keys: ApiKeys | None = None
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: RouterLimits = field(default_factory=RouterLimits)
     api_keys: ApiKeys | None = None
@@ -151,11 +167,29 @@ class RouterConfig:
         """Whether keys end at the router, so that no client's is passed on."""
         return self.api_keys is not None or self.instance_api_key is not None
 
+    @property
+    def is_open_to_more(self) -> bool:
+        """Whether instances may come while the router runs."""
+        return self.instances_file is not None or self.admin_keys is not None
+
+    @property
+    def policies(self) -> tuple[str, str]:
+        """Those of the prefill and of the decode instances."""
+        return self.prefill_policy or self.policy, self.decode_policy or self.policy
+
+    @property
+    def needs_prompt(self) -> bool:
+        """Whether prompts have to be looked at."""
+        return any(POLICIES[policy].needs_prompt for policy in self.policies)
+
     def __post_init__(self) -> None:
         for side in ("prefill", "decode"):
             specs: tuple[InstanceSpec, ...] = tuple(getattr(self, side))
-            if not specs:
-                raise ConfigError(f"{side}: expected at least one instance, found none")
+            if not specs and not self.is_open_to_more:
+                raise ConfigError(
+                    f"{side}: expected at least one instance, found none; name one, or an "
+                    "instances file that does"
+                )
             names = [spec.name for spec in specs]
             if len(set(names)) != len(names):
                 raise ConfigError(f"{side}: expected each instance once, found {names}")
@@ -163,9 +197,11 @@ class RouterConfig:
         object.__setattr__(self, "mode", parse_mode(self.mode, "mode"))
         if self.binding is not None:
             object.__setattr__(self, "binding", parse_binding(self.binding, "binding"))
-        if self.policy not in POLICIES:
-            allowed = ", ".join(POLICIES)
-            raise ConfigError(f"policy: expected one of {allowed}, found {self.policy!r}")
+        for name in ("policy", "prefill_policy", "decode_policy"):
+            policy = getattr(self, name)
+            if policy is not None and policy not in POLICIES:
+                allowed = ", ".join(POLICIES)
+                raise ConfigError(f"{name}: expected one of {allowed}, found {policy!r}")
         if isinstance(self.retries, bool) or not 0 <= self.retries <= 16:
             raise ConfigError(f"retries: expected 0 to 16, found {self.retries!r}")
 

@@ -108,11 +108,17 @@ class Dispatch:
     def _fail_prefill(self, answer: Answer, problem: LegLost) -> list[Action]:
         if problem.kind is not FailureKind.STATUS or answer.status < 400:
             return self._fail(problem)
+        return self._refused(problem, answer)
+
+    def _refused(self, problem: LegLost, answer: Answer) -> list[Action]:
+        """An instance answered with an error: the client's, unless another one may do better."""
         self.phase = Phase.ENDED
+        other = {LegName.PREFILL: LegName.DECODE, LegName.DECODE: LegName.PREFILL}[problem.leg]
+        error = ReplyError(problem.leg, problem.kind, problem.reason, answer)
         return [
-            Cancel(LegName.DECODE),
+            Cancel(other),
             _note(problem),
-            Reply(answer),
+            error if error.retryable else Reply(answer),
             Finish(CallOutcome.UPSTREAM_ERROR),
         ]
 
@@ -132,14 +138,7 @@ class Dispatch:
             # Bound early, P may not have told yet that it is done; it is left to.
             return [Reply(answer), Finish(CallOutcome.OK)]
         problem = LegLost(LegName.DECODE, FailureKind.STATUS, f"answered {answer.status}")
-        if answer.status < 400:
-            return self._fail(problem)
-        return [
-            Cancel(LegName.PREFILL),
-            _note(problem),
-            Reply(answer),
-            Finish(CallOutcome.UPSTREAM_ERROR),
-        ]
+        return self._fail(problem) if answer.status < 400 else self._refused(problem, answer)
 
     def _relay(self, _event: DecodeStreaming) -> list[Action]:
         self.phase = Phase.STREAMING

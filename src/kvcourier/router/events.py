@@ -33,6 +33,7 @@ class FailureKind(enum.StrEnum):
     STALE_COORDINATES = "stale_coordinates"
     INCOMPLETE = "incomplete"
     ERROR_TOLD = "error_told"
+    NO_INSTANCE = "no_instance"
 
 
 STATUS_OF: Mapping[FailureKind, int] = {
@@ -48,10 +49,20 @@ STATUS_OF: Mapping[FailureKind, int] = {
     FailureKind.STALE_COORDINATES: 502,
     FailureKind.INCOMPLETE: 502,
     FailureKind.ERROR_TOLD: 502,
+    FailureKind.NO_INSTANCE: 503,
 }
 """The client's status for each failure that is not an instance's own answer."""
 
 RETRYABLE = frozenset({FailureKind.CONNECT, FailureKind.DROPPED})
+"""Failures after which another instance may do better."""
+
+RETRYABLE_STATUSES = frozenset({429, 502, 503, 504})
+"""Likewise: an instance that answers so is full, is being stopped, or has lost what it needs."""
+
+AT_FAULT = frozenset(
+    {FailureKind.CONNECT, FailureKind.DROPPED, FailureKind.TIMEOUT, FailureKind.UNREADABLE}
+)
+"""Failures that speak against the instance itself."""
 
 
 class CallOutcome(enum.StrEnum):
@@ -85,6 +96,13 @@ class Answer:
     def ok(self) -> bool:
         """Whether it is a 2xx."""
         return 200 <= self.status < 300
+
+
+def may_do_better(kind: FailureKind, answer: Answer | None) -> bool:
+    """Whether the same leg may go well on another instance."""
+    if answer is not None:
+        return answer.status in RETRYABLE_STATUSES
+    return kind in RETRYABLE
 
 
 # Events.
@@ -152,6 +170,30 @@ Event = (
 )
 
 
+def verdict(event: Event) -> tuple[LegName, bool] | None:
+    """Which instance an event speaks for (True) or against; None if it says nothing of one."""
+    match event:
+        case PrefillAnswered(answer):
+            return _verdict_of(LegName.PREFILL, answer)
+        case DecodeAnswered(answer):
+            return _verdict_of(LegName.DECODE, answer)
+        case DecodeStreaming():
+            return LegName.DECODE, True
+        case DecodeEnded(StreamEnding.TORN):
+            return LegName.DECODE, False
+        case LegLost(leg, kind) if kind in AT_FAULT:
+            return leg, False
+        case _:
+            return None
+
+
+def _verdict_of(leg: LegName, answer: Answer) -> tuple[LegName, bool] | None:
+    if answer.status == 429 or b'"kv_transfer_failed"' in answer.content:
+        # It has enough to do, or KV did not come: that may be anybody's fault.
+        return None
+    return leg, answer.status < 500
+
+
 # Actions.
 
 
@@ -192,16 +234,20 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class ReplyError:
-    """Give the client an error of ours; `leg` says whose failure it was."""
+    """Give the client an error, unless another dispatch does better; `leg` says whose it was.
+
+    `answer` is the instance's own, which the client gets as it is; None: one of ours.
+    """
 
     leg: LegName
     kind: FailureKind
     reason: str
+    answer: Answer | None = None
 
     @property
     def retryable(self) -> bool:
         """Whether a dispatch to another instance may do better."""
-        return self.kind in RETRYABLE
+        return may_do_better(self.kind, self.answer)
 
 
 @dataclass(frozen=True, slots=True)

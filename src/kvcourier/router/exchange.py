@@ -10,20 +10,16 @@ import logging
 from starlette.types import Receive
 
 from kvcourier.config import Binding
-from kvcourier.router.answers import send_error
-from kvcourier.router.attempt import Attempt, ClientCall, Pair, Services, answer_headers
-from kvcourier.router.events import (
-    STATUS_OF,
-    CallOutcome,
-    LegName,
-)
+from kvcourier.router.answers import send_answer, send_error
+from kvcourier.router.attempt import Attempt, ClientCall, Services, answer_headers, subject
+from kvcourier.router.events import STATUS_OF, CallOutcome, LegName, ReplyError
 from kvcourier.router.instances import Instance
 
 _log = logging.getLogger(__name__)
 
 
 class _NoInstance(Exception):
-    """No pair of instances can serve the call."""
+    """Nobody can serve the call."""
 
 
 class Exchange:
@@ -45,43 +41,53 @@ class Exchange:
         services, call = self._services, self._call
         tried: set[Instance] = set()
         try:
-            pair = await self._pick(tried)
+            prefill = await self._pick_prefill(tried)
         except _NoInstance as error:
-            headers = answer_headers(call, None, None)
+            headers = answer_headers(call, None, {})
             await send_error(call.send, 503, str(error), headers, code="no_instance")
             return CallOutcome.FAILED
         retries = services.config.retries
         while True:
-            attempt = Attempt(services, call, pair, left)
+            attempt = Attempt(services, call, prefill, tried, left)
             outcome = await attempt.run()
             failure = attempt.failure
             if failure is None:
                 return outcome
-            tried.add(pair[failure.leg])
+            tried |= {attempt.chosen[failure.leg]} if failure.leg in attempt.chosen else set()
             if failure.retryable and retries > 0:
                 retries -= 1
                 try:
-                    pair = await self._pick(tried)
+                    prefill = await self._pick_prefill(tried)
                 except _NoInstance:
                     _log.debug("no other %s instance for %s", failure.leg, call.request_id)
                 else:
                     services.metrics.retries.labels(failure.leg).inc()
                     continue
-            message = f"The {failure.leg} instance {pair[failure.leg].name} {failure.reason}."
-            status = STATUS_OF[failure.kind]
-            await send_error(call.send, status, message, attempt.headers, code=failure.kind)
+            await self._tell(attempt, failure)
             return outcome
 
-    async def _pick(self, tried: set[Instance]) -> Pair:
-        mode = self._call.mode
-        pair: dict[LegName, Instance] = {}
-        for leg, side in self._services.sides.items():
-            instance = side.pick(mode, tried)
-            if instance is None:
-                raise _NoInstance(f"No {leg} instance takes part in {mode}.")
-            pair[leg] = instance
-        prefill = pair[LegName.PREFILL]
-        if self._call.binding is Binding.EARLY and prefill.coordinates is None:
+    async def _tell(self, attempt: Attempt, failure: ReplyError) -> None:
+        send = self._call.send
+        if failure.answer is not None:
+            answer = failure.answer
+            await send_answer(
+                send, answer.status, answer.content, attempt.headers, answer.content_type
+            )
+            return
+        who = subject(failure.leg, failure.kind, attempt.chosen)
+        message = f"{who[0].upper()}{who[1:]} {failure.reason}."
+        status = STATUS_OF[failure.kind]
+        await send_error(send, status, message, attempt.headers, code=failure.kind)
+
+    async def _pick_prefill(self, tried: set[Instance]) -> Instance:
+        """Who computes the prompt. Early binding needs its coordinates."""
+        call, mode = self._call, self._call.mode
+        side = self._services.sides[LegName.PREFILL]
+        prefill = side.pick(mode, tried, call.prompt, call.conversation)
+        if prefill is None:
+            raise _NoInstance(f"No prefill instance takes part in {mode}.")
+        self._require_decode(tried)
+        if call.binding is Binding.EARLY and prefill.coordinates is None:
             await prefill.learn()
             if not prefill.takes_part_in(mode):
                 raise _NoInstance(f"The prefill instance {prefill.name} takes no part in {mode}.")
@@ -91,7 +97,12 @@ class Exchange:
                     f"{prefill.name} keeps its KV cache, but it {prefill.problem}. For vLLM, give "
                     "engine_id, kv_host and kv_port with its address."
                 )
-        return pair
+        return prefill
+
+    def _require_decode(self, tried: set[Instance]) -> None:
+        """No prompt is computed that nobody can go on from."""
+        if not self._services.sides[LegName.DECODE].can_serve(self._call.mode, tried):
+            raise _NoInstance(f"No decode instance takes part in {self._call.mode}.")
 
 
 async def _until_disconnect(receive: Receive) -> None:

@@ -1,17 +1,18 @@
 """What is known of each instance.
 
-Decides where a prefill instance's KV is found, which modes an instance takes part in, whether it
-was reachable when last asked, and which pair serves a call. Refuses to know dispatches.
+Decides where a prefill instance's KV is found, which modes an instance takes part in, and whether
+it was reachable, busy or failing when last asked or used. Refuses to know dispatches, and who is
+chosen (`sides`).
 
 Coordinates belong to one life of a process, so they are asked for again whenever a connection to
 it failed, whenever an answer shows another incarnation, and every few seconds.
 """
 
 import asyncio
-import itertools
 import logging
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -19,13 +20,17 @@ import httpx
 from kvcourier.config import TransferMode
 from kvcourier.errors import shorten
 from kvcourier.ids import EngineId, Incarnation
+from kvcourier.router.breaker import Breaker, BreakerSettings
 from kvcourier.router.config import MAX_PARALLEL_SIZE, Coordinates, InstanceSpec, Timeouts
 from kvcourier.router.legs import Params, read_object
-from kvcourier.router.policy import Candidate, choose
+from kvcourier.router.load import Load, read_load
+from kvcourier.router.policy import Candidate
+from kvcourier.router.prompts import PrefixMemory, Prompt
 
 _log = logging.getLogger(__name__)
 
 INSTANCE_PATH = "/kvcourier/instance"
+_MAX_PAGE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ class InstanceInfo:
     modes: frozenset[TransferMode]
     model: str
     block_size: int
+    draining: bool = False
 
 
 def parse_instance_info(data: object) -> InstanceInfo:
@@ -63,6 +69,7 @@ def parse_instance_info(data: object) -> InstanceInfo:
         modes=frozenset(mode for mode in TransferMode if mode in modes),
         model=_text(data, "model"),
         block_size=_number(data, "block_size", 1 << 20),
+        draining=data.get("draining") is True,
     )
 
 
@@ -80,17 +87,75 @@ def _number(data: Mapping[str, Any], key: str, high: int) -> int:
     return value
 
 
+@dataclass(slots=True)
+class Work:
+    """What we have sent to an instance, and what it said of itself.
+
+    Attributes:
+        in_flight: legs of ours that run there.
+        num_kept: dispatches whose prompt it has computed, and D has not begun to answer.
+        backlog: parts of prompts in them that it was not sent before.
+        load: what it said when it was last asked; None: nothing of use.
+        in_flight_then: our legs when it was last asked.
+        prefixes: beginnings of the prompts that it was sent.
+    """
+
+    prefixes: PrefixMemory
+    in_flight: int = 0
+    num_kept: int = 0
+    backlog: int = 0
+    load: Load | None = None
+    in_flight_then: int = 0
+
+    @property
+    def num_requests(self) -> int:
+        """What it has to do: others' requests when it was asked, and ours now."""
+        if self.load is None:
+            return self.in_flight
+        return max(0, self.load.num_requests - self.in_flight_then) + self.in_flight
+
+    @property
+    def num_owed(self) -> int:
+        """What must have ended before it may go."""
+        return self.in_flight + self.num_kept
+
+    def missing(self, prompt: Prompt) -> int:
+        """Parts of the prompt that it was not sent before."""
+        return max(0, prompt.num_parts - self.prefixes.num_known(prompt))
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceOptions:
+    """What all instances have in common.
+
+    Attributes:
+        max_prefix_parts: beginnings of prompts remembered of each.
+    """
+
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    breaker: BreakerSettings = field(default_factory=BreakerSettings)
+    max_prefix_parts: int = 1 << 16
+
+
 class Instance:
     """One instance and the latest knowledge of it."""
 
-    def __init__(self, spec: InstanceSpec, client: httpx.AsyncClient, timeouts: Timeouts) -> None:
+    def __init__(
+        self,
+        spec: InstanceSpec,
+        client: httpx.AsyncClient,
+        options: InstanceOptions | None = None,
+    ) -> None:
+        options = options or InstanceOptions()
         self.spec = spec
         self.info: InstanceInfo | None = None
         self.reachable = True
+        self.is_drained = False
         self.problem = "not asked yet"
-        self.in_flight = 0
+        self.work = Work(PrefixMemory(options.max_prefix_parts))
+        self.breaker = Breaker(options.breaker)
         self._client = client
-        self._timeouts = timeouts
+        self._timeouts = options.timeouts
         self._ask_again = asyncio.Event()
 
     @property
@@ -103,9 +168,55 @@ class Instance:
         """Where its KV is found: as configured, else as it said, else None."""
         return self.spec.coordinates or (self.info.coordinates if self.info else None)
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether it gets no new requests: we were told so, or it says so."""
+        return self.is_drained or (self.info is not None and self.info.draining)
+
     def takes_part_in(self, mode: TransferMode) -> bool:
         """Whether it may serve `mode`: unless it said otherwise."""
         return self.info is None or mode in self.info.modes
+
+    def candidate(self, mode: TransferMode | None, prompt: Prompt, usable: bool) -> Candidate:
+        """How a policy sees it; no mode means that no KV is to be moved."""
+        fits = mode is None or self.takes_part_in(mode)
+        return Candidate(
+            name=self.name,
+            usable=usable and fits and not self.is_draining,
+            reachable=self.reachable,
+            trusted=self.breaker.allows(time.monotonic()),
+            num_requests=self.work.num_requests,
+            kv_used=self.work.load.kv_used if self.work.load else 0.0,
+            backlog=self.work.backlog,
+            num_known=self.work.prefixes.num_known(prompt),
+        )
+
+    # What our legs tell.
+
+    def begin(self, prompt: Prompt) -> int:
+        """It is sent a leg; give `end` what this returns."""
+        missing = self.work.missing(prompt)
+        self.work.prefixes.add(prompt)
+        self.work.in_flight += 1
+        self.work.backlog += missing
+        self.breaker.begin(time.monotonic())
+        return missing
+
+    def end(self, missing: int) -> None:
+        """A leg has ended, however."""
+        self.work.in_flight -= 1
+        self.work.backlog -= missing
+        self.breaker.ended()
+
+    def judge(self, is_well: bool) -> None:
+        """A leg went well, or failed by its fault."""
+        if is_well:
+            self.breaker.succeeded()
+            return
+        before = self.breaker.num_opened
+        self.breaker.failed(time.monotonic())
+        if self.breaker.num_opened > before:
+            _log.warning("%s keeps failing and is left alone for a while", self.name)
 
     def lost(self) -> None:
         """A connection to it failed: what was known may be of a life that is over."""
@@ -132,8 +243,11 @@ class Instance:
             _log.info("%s is another incarnation than the one known", self.name)
             self.forget()
 
+    # What it tells.
+
     async def learn(self) -> None:
         """Ask it about itself, once, in bounded time. `problem` says what is not known."""
+        before = self.info
         try:
             response = await self.get(INSTANCE_PATH)
         except (httpx.HTTPError, TimeoutError) as error:
@@ -155,6 +269,19 @@ class Instance:
         except ValueError as error:
             self.info = None
             self.problem = f"tells something unusable: {error}"
+        if before and self.info and before.incarnation != self.info.incarnation:
+            self.work.prefixes.clear()
+
+    async def learn_load(self) -> None:
+        """Ask it how busy it is, once, in bounded time. What cannot be used counts as nothing."""
+        in_flight = self.work.in_flight
+        try:
+            response = await self.get("/metrics")
+            usable = response.is_success and len(response.content) <= _MAX_PAGE_BYTES
+            load = read_load(response.text, self.spec.dp_rank) if usable else None
+        except (httpx.HTTPError, TimeoutError, ValueError):
+            load = None
+        self.work.load, self.work.in_flight_then = load, in_flight
 
     async def watch(self) -> None:
         """Keep asking until cancelled: soon after it was lost, then ever more seldom."""
@@ -172,6 +299,12 @@ class Instance:
             except TimeoutError:
                 pass
 
+    async def watch_load(self) -> None:
+        """Keep asking how busy it is, until cancelled."""
+        while True:
+            await self.learn_load()
+            await asyncio.sleep(self._timeouts.load_s)
+
     async def get(self, path: str) -> httpx.Response:
         """GET one of its pages.
 
@@ -186,11 +319,15 @@ class Instance:
         """What is known, for `GET /kvcourier/instances`."""
         where = self.coordinates
         info = self.info
+        load = self.work.load
         return {
             "name": self.name,
             "url": self.spec.url,
             "reachable": self.reachable,
-            "in_flight": self.in_flight,
+            "draining": self.is_draining,
+            "breaker": self.breaker.state(time.monotonic()),
+            "in_flight": self.work.in_flight,
+            "load": load and {"num_requests": load.num_requests, "kv_used": load.kv_used},
             "problem": self.problem,
             "coordinates": None
             if where is None
@@ -207,25 +344,3 @@ class Instance:
             "model": info.model if info else None,
             "block_size": info.block_size if info else None,
         }
-
-
-class Side:
-    """All prefill, or all decode instances, and whose turn it is."""
-
-    def __init__(self, instances: Collection[Instance], policy: str) -> None:
-        self.instances = tuple(instances)
-        self._policy = policy
-        self._turns: Iterator[int] = itertools.count()
-
-    def pick(self, mode: TransferMode, tried: Collection[Instance]) -> Instance | None:
-        """The next instance for `mode` that was not tried yet, or None if there is none."""
-        candidates = [
-            Candidate(
-                usable=instance.takes_part_in(mode) and instance not in tried,
-                reachable=instance.reachable,
-                in_flight=instance.in_flight,
-            )
-            for instance in self.instances
-        ]
-        index = choose(self._policy, candidates, next(self._turns))
-        return None if index is None else self.instances[index]

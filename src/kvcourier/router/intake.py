@@ -5,17 +5,21 @@ travel on. Refuses to know instances: what only they can judge (model, prompt, s
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvcourier.config import USUAL_BINDING, Binding, TransferMode
-from kvcourier.errors import ConfigError, KVCourierError
+from kvcourier.errors import ConfigError, KVCourierError, shorten
 from kvcourier.router.config import parse_binding, parse_mode
 
 REQUEST_ID_HEADER = "x-request-id"
 MODE_HEADER = "x-kv-mode"
 BINDING_HEADER = "x-kv-binding"
+CONVERSATION_HEADER = "x-conversation-id"
+TIMEOUT_HEADER = "x-request-timeout"
+_MAX_CONVERSATION_CHARS = 256
 _SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 # Belong to one connection (RFC 9110 section 7.6.1), or are set anew for each leg.
@@ -25,6 +29,7 @@ _NOT_FORWARDED = frozenset(
         *("proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "expect"),
         *("host", "content-length", "content-type", "content-encoding", "accept-encoding"),
         *("x-data-parallel-rank", REQUEST_ID_HEADER, MODE_HEADER, BINDING_HEADER),
+        TIMEOUT_HEADER,
     }
 )
 
@@ -127,6 +132,42 @@ def binding_of(headers: Mapping[str, str], mode: TransferMode, default: Binding 
         return parse_binding(given, "X-KV-Binding")
     except ConfigError as error:
         raise CallRefused(str(error), BINDING_HEADER) from None
+
+
+def conversation_of(headers: Mapping[str, str]) -> str:
+    """Which conversation this call belongs to; empty if it does not say.
+
+    Raises:
+        CallRefused: `X-Conversation-Id` is too long.
+    """
+    given = headers.get(CONVERSATION_HEADER, "").strip()
+    if len(given) > _MAX_CONVERSATION_CHARS:
+        raise CallRefused(
+            f"X-Conversation-Id: expected at most {_MAX_CONVERSATION_CHARS} characters, found "
+            f"{len(given)}",
+            CONVERSATION_HEADER,
+        )
+    return given
+
+
+def total_s_of(headers: Mapping[str, str], longest_s: float) -> float:
+    """How long this call may take: as it says, but no longer than is configured.
+
+    Raises:
+        CallRefused: `X-Request-Timeout` is no number of seconds.
+    """
+    given = headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return longest_s
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise CallRefused(
+            f"X-Request-Timeout: expected seconds above 0, found {shorten(given)}", TIMEOUT_HEADER
+        )
+    return min(seconds, longest_s)
 
 
 def forwarded_headers(

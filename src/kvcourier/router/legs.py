@@ -36,7 +36,7 @@ class Call:
         body: the client's JSON object; not changed.
         headers: the client's headers that travel on.
         coordinates: where the chosen P's KV is found; push cannot do without.
-        prefill_dp_rank, decode_dp_rank: which rank behind the address, for vLLM.
+        prefill_dp_rank: which rank behind the address, for vLLM.
         binding: early dispatches both legs at once, late D's when P has answered; None leaves it to
             the mode.
         modes_known: P itself said which modes it takes part in, so `transfer_mode` in its answer
@@ -50,7 +50,6 @@ class Call:
     headers: tuple[tuple[str, str], ...] = ()
     coordinates: Coordinates | None = None
     prefill_dp_rank: int | None = None
-    decode_dp_rank: int | None = None
     modes_known: bool = False
     binding: Binding | None = None
 
@@ -120,10 +119,10 @@ def prefill_leg(call: Call) -> Leg:
     return Leg(_encode(body), _headers(call, call.prefill_dp_rank))
 
 
-def decode_leg(call: Call, params: Params) -> Leg:
-    """The request to D: the client's own, plus where the KV comes from."""
+def decode_leg(call: Call, params: Params, dp_rank: int | None = None) -> Leg:
+    """The request to D, or to its rank: the client's own, plus where the KV comes from."""
     body = dict(call.body) | {"kv_transfer_params": params}
-    return Leg(_encode(body), _headers(call, call.decode_dp_rank), bool(body.get("stream")))
+    return Leg(_encode(body), _headers(call, dp_rank), bool(body.get("stream")))
 
 
 def read_object(content: bytes) -> dict[str, Any]:
