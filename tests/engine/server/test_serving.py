@@ -232,3 +232,33 @@ def test_the_fake_tokenizer_is_byte_exact():
     text = "é😀\n"
     ids = byte_tokenizer().encode(text, add_special_tokens=False)
     assert bytes(ids) == text.encode()
+
+
+@pytest.mark.slow
+def test_a_drained_instance_finishes_what_it_has_and_takes_nothing_new():
+    go = threading.Event()
+
+    def plan(context):
+        yield context.tokens("a")
+        assert go.wait(WAIT_S)
+        yield context.end()
+
+    with Running(FakeEngine(plan)) as running, running.client() as client:
+        idle = client.get("/drain").json()
+        assert idle == {"draining": False, "running": 0, "kept": 0, "empty": False}
+        body = BODY | {"stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            events = response.iter_raw()
+            next(events)
+            begun = client.post("/drain").json()
+            assert begun == {"draining": True, "running": 1, "kept": 0, "empty": False}
+            refused = client.post("/v1/completions", json=BODY)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "draining"
+            assert client.get("/health").status_code == 200
+            go.set()
+            assert b"[DONE]" in b"".join(events)
+        empty = client.get("/drain").json()
+        assert empty == {"draining": True, "running": 0, "kept": 0, "empty": True}
+        assert client.delete("/drain").json()["draining"] is False
+        assert client.post("/v1/completions", json=BODY).status_code == 200

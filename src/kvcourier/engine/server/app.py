@@ -24,6 +24,7 @@ from kvcourier.config import Limits
 from kvcourier.core.params import PullIntent, PushIntent, parse_params
 from kvcourier.engine.server.answer import GenerationAnswer
 from kvcourier.engine.server.body import parse_body, read_body
+from kvcourier.engine.server.draining import Drain
 from kvcourier.engine.server.errors import ApiError, json_response
 from kvcourier.engine.server.generation import (
     ActiveGenerations,
@@ -132,7 +133,8 @@ def create_app(
             Route("/v1/models", list_models),
             Route("/health", health),
             Route("/metrics", show_metrics),
-            *_endpoint_routes(endpoint, role),
+            Route("/drain", Drain(engine, active).serve, methods=["GET", "POST", "DELETE"]),
+            *_endpoint_routes(endpoint, role, active),
         ],
         exception_handlers={
             ApiError: _show_api_error,
@@ -191,6 +193,7 @@ class _GenerationRoutes:
                 raise _engine_dead(self._engine)
             body = parse_body(await read_body(request, self._max_body_bytes), kind)
             try:
+                self._active.require_open()
                 job = await self._jobs.read(body, request.headers.get("x-request-id"))
             except ApiError:
                 self._let_holder_go(body.kv_transfer_params)
@@ -220,11 +223,14 @@ class _GenerationRoutes:
         return str(text)
 
 
-def _endpoint_routes(endpoint: Endpoint | None, role: str) -> list[Route]:
+def _endpoint_routes(
+    endpoint: Endpoint | None, role: str, active: ActiveGenerations
+) -> list[Route]:
     async def instance(_: Request) -> Response:
         if endpoint is None:
             raise ApiError(404, "this instance moves no KV: it was started without an endpoint")
-        return json_response(endpoint.instance_info() | {"role": role})
+        of_server = {"role": role, "draining": active.is_draining}
+        return json_response(endpoint.instance_info() | of_server)
 
     async def story(request: Request) -> Response:
         key = request.path_params["key"]

@@ -244,8 +244,13 @@ class ActiveGenerations:
     """The generations of one server, so that they can be ended together."""
 
     def __init__(self) -> None:
+        self.is_draining = False
+        """Whether nothing new is taken while what runs goes on; may be set and unset."""
         self._all: set[Generation] = set()
         self._is_stopping = False
+
+    def __len__(self) -> int:
+        return len(self._all)
 
     @contextlib.contextmanager
     def running(self, generation: Generation) -> Iterator[None]:
@@ -262,6 +267,16 @@ class ActiveGenerations:
         finally:
             self._all.discard(generation)
             generation.close()
+
+    def require_open(self) -> None:
+        """Refuse what comes while drained.
+
+        Raises:
+            ApiError: 503, and another instance may well take it.
+        """
+        if self.is_draining:
+            message = "the instance is being drained and takes no new requests"
+            raise ApiError(503, message, code="draining")
 
     def fail_all(self, reason: ApiError) -> None:
         """End what runs with `reason`. On the event loop only."""
