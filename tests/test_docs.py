@@ -17,6 +17,7 @@ import kvcourier
 from kvcourier import config
 from kvcourier.config import CourierConfig, EndpointConfig, Limits, Timing
 from kvcourier.core import handshake, inquiry, messages, params
+from kvcourier.doctor.checks import CHECKS
 
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(kvcourier.__file__).parent
@@ -282,6 +283,14 @@ def test_configuration_names_every_environment_variable() -> None:
     }
     honoured = {config.SIDE_CHANNEL_HOST_VARIABLE, config.SIDE_CHANNEL_PORT_VARIABLE}
     assert rows == honoured | {"variable"}
+
+
+# The doctor.
+
+
+def test_every_check_of_the_doctor_has_a_row() -> None:
+    rows = [row[0].strip("`") for row in table_rows(section(DOCS / "doctor.md", "Checks"))]
+    assert rows == ["check", *(check.name for check in CHECKS)]
 
 
 # Parity with vLLM's connectors.

@@ -74,3 +74,15 @@ def found(facts: Facts, check: str, severity: Severity) -> list[Finding]:
 def troubles(facts: Facts) -> list[Finding]:
     """All warnings and errors."""
     return [each for each in judge(facts) if each.severity.rank >= Severity.WARNING.rank]
+
+
+def with_about(role: Role, **changes: Any) -> Facts:
+    """A pair of which one side's settings or surroundings differ."""
+    about = msgspec.structs.replace(ABOUT_HEALTHY, **changes)
+    side = "prefill" if role is Role.PREFILL else "decode"
+    return healthy(**{side: (instance(role, about=about),)})
+
+
+def with_timing(role: Role, **changes: float) -> Facts:
+    """A pair of which one side's durations differ."""
+    return with_about(role, timing={**ABOUT_HEALTHY.timing, **changes})

@@ -93,7 +93,7 @@ def test_modes_that_do_not_meet() -> None:
         instance(role, msgspec.structs.replace(offer_of(role.value.lower()), modes=[mode]))
         for role, mode in ((Role.PREFILL, TransferMode.PULL), (Role.DECODE, TransferMode.PUSH))
     )
-    findings = found(Facts((pull,), (push,)), "modes", ERROR)
+    findings = found(Facts(prefill=(pull,), decode=(push,)), "modes", ERROR)
     assert len(findings) == 2 and "P takes part in pull" in findings[0].evidence
 
 

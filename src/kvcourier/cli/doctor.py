@@ -13,6 +13,7 @@ import typer
 
 from kvcourier.cli.config_file import ConfigFile
 from kvcourier.config import TransferMode
+from kvcourier.doctor.facts import Load
 from kvcourier.errors import ConfigError
 from kvcourier.ids import EngineId
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from kvcourier.doctor.gather import Address
 
 _STDOUT = "-"
+_LOAD = Load()
 
 
 def doctor(
@@ -35,9 +37,27 @@ def doctor(
         list[str] | None,
         typer.Option(metavar="URL[,KEY=VALUE...]", help="A decode instance; repeatable."),
     ] = None,
+    router: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="The router in front of them. Without --prefill and --decode: its instances.",
+        ),
+    ] = None,
     mode: Annotated[
         list[TransferMode] | None,
         typer.Option(help="A mode that must work; repeatable. Default: any that both have."),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=1 << 24, help="Length of a typical prompt.")
+    ] = _LOAD.tokens,
+    rate: Annotated[
+        float | None,
+        typer.Option(min=0, help="Requests per second that one pair is going to get."),
+    ] = None,
+    client_timeout: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds that clients wait for their first byte."),
     ] = None,
     api_key_file: Annotated[
         Path | None,
@@ -71,6 +91,7 @@ def doctor(
 
     \b
       kvcourier doctor --prefill http://p:8100 --decode http://d:8200
+      kvcourier doctor --router http://127.0.0.1:8192 --tokens 4000 --rate 3
       kvcourier doctor --prefill http://p:8100,engine_id=p,kv_host=p,kv_port=5600 \\
                        --decode http://d:8200,engine_id=d,kv_host=d,kv_port=5700 --json -
 
@@ -87,6 +108,7 @@ def doctor(
     from kvcourier.doctor.findings import exit_code
     from kvcourier.doctor.gather import Question, gather
     from kvcourier.doctor.pages import Pages
+    from kvcourier.router.config import parse_instance_spec
     from kvcourier.runtime.channel_keys import read_keys
 
     if json_file not in (None, _STDOUT) and not Path(json_file).absolute().parent.is_dir():
@@ -95,13 +117,15 @@ def doctor(
     question = Question(
         prefill=_addresses(prefill),
         decode=_addresses(decode),
+        router=None if router is None else parse_instance_spec(router).url,
+        load=Load(tokens, rate, client_timeout),
         modes=tuple(mode or ()),
         timeout_s=timeout,
         keys=read_keys(side_channel_key, side_channel_peer_keys, own_id),
         own_id=own_id,
     )
-    if not question.prefill and not question.decode:
-        raise ConfigError("doctor: expected --prefill and --decode, found neither")
+    if not (question.prefill or question.decode or question.router):
+        raise ConfigError("doctor: expected --prefill and --decode, or --router, found neither")
     api_key = None if api_key_file is None else read_api_keys(api_key_file)[0]
     with Pages(api_key, timeout) as pages:
         findings = judge(gather(question, pages))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvcourier.doctor.facts import Facts
 from kvcourier.doctor.findings import Finding
-from kvcourier.doctor.rules import fit, reach
+from kvcourier.doctor.rules import fit, load, nodes, reach, router, timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,18 @@ CHECKS: tuple[Check, ...] = (
     Check("handshake", "P and D fit", fit.handshake),
     Check("caches", "D's cache can be filled from P's", fit.caches),
     Check("modes", "P and D share the modes", fit.modes),
+    Check("versions", "P and D run the same releases", nodes.versions),
+    Check("backends", "P and D share a NIXL backend", nodes.backends),
+    Check("ucx", "UCX has a way from P to D", nodes.ucx),
+    Check("router", "the router answers", router.answers),
+    Check("router-knows", "the router reaches its instances", router.knows),
+    Check("lease", "P keeps KV for as long as D's queue lasts", timing.lease),
+    Check("waits", "no time-out ends before one that it must outlast", timing.waits),
+    Check("clock", "the clocks agree", timing.clock),
+    Check("full", "no instance is full", load.full),
+    Check("runs", "caches are not fragmented", load.runs),
+    Check("posting", "posting and wire bear the load", load.posting),
+    Check("failures", "nothing has failed so far", load.troubles),
 )
 
 

@@ -23,10 +23,15 @@ _SUMS: dict[str, tuple[str, ...]] = {
     "runs": ("kvcourier_block_run_length_count", "kvcourier:block_run_length_count"),
     "run_blocks": ("kvcourier_block_run_length_sum", "kvcourier:block_run_length_sum"),
     "waiting": ("kvcourier:num_requests_waiting", "vllm:num_requests_waiting"),
-    "outcomes": ("kvcourier:kv_sent_total", "kvcourier:kv_received_total"),
+    "outcomes": (
+        "kvcourier:kv_sent_total",
+        "kvcourier:kv_received_total",
+        "vllm:request_success_total",
+    ),
 }
 _USAGE = frozenset({"kvcourier:kv_cache_usage_perc", "vllm:kv_cache_usage_perc"})
 _RUN_BUCKETS = frozenset({"kvcourier_block_run_length_bucket", "kvcourier:block_run_length_bucket"})
+_QUEUE_BUCKETS = frozenset({"vllm:request_queue_time_seconds_bucket"})
 
 # what went wrong: names of its counters.
 _TROUBLES: dict[str, tuple[str, ...]] = {
@@ -73,6 +78,7 @@ def read_metrics(text: str) -> Metrics:
     return Metrics(
         names=frozenset(names),
         run_buckets=_buckets(each for name in _RUN_BUCKETS for each in samples[name]),
+        queue_buckets=_buckets(each for name in _QUEUE_BUCKETS for each in samples[name]),
         cache_usage=max(usages, default=None),
         troubles=troubles,
         **sums,

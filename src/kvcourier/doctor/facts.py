@@ -60,7 +60,10 @@ class Metrics:
         runs, run_blocks: runs of consecutive block ids, and the blocks in them.
         cache_usage: part of the KV cache in use, 0 to 1.
         waiting: requests that wait for their turn.
-        outcomes: prompts whose KV was sent or received.
+        outcomes: prompts whose KV was sent or received; in vLLM, requests that ended well.
+        run_buckets, queue_buckets: (upper bound, how many up to it), ascending: lengths of runs in
+            blocks, and seconds that requests waited for their turn. The embedded engine tells no
+            such seconds.
         troubles: counters of what goes wrong, by name; only those above 0.
     """
 
@@ -76,6 +79,7 @@ class Metrics:
     cache_usage: float | None = None
     waiting: float = 0.0
     outcomes: float = 0.0
+    queue_buckets: tuple[tuple[float, float], ...] = ()
     troubles: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -134,6 +138,57 @@ class InstanceFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownInstance:
+    """An instance as a router knows it; `problem` is what the router finds wrong with it."""
+
+    role: Role
+    url: str
+    reachable: bool
+    problem: str = ""
+    place: Place | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RouterFacts:
+    """A router, as seen from here.
+
+    Attributes:
+        problem: why it cannot be asked; empty if it answers.
+        health: status of its `GET /health`, and what it says there.
+        mode: what it does where a client does not choose.
+        timeouts: its `Timeouts`, field by field; empty for a release that does not tell them.
+        instances: those that it knows, and what is wrong with each; by side.
+    """
+
+    url: str
+    problem: str = ""
+    health: int | None = None
+    mode: str = ""
+    timeouts: Mapping[str, float] = field(default_factory=dict)
+    instances: tuple[KnownInstance, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """How a report calls it."""
+        return f"{Role.ROUTER} {self.url}"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What users are going to send.
+
+    Attributes:
+        tokens: of a typical prompt.
+        rate: requests a second to one pair; None: not said.
+        client_timeout_s: how long clients wait for their first byte; None: not said.
+    """
+
+    tokens: int = 2000
+    rate: float | None = None
+    client_timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """Everything."""
 
@@ -141,6 +196,8 @@ class Facts:
     decode: tuple[InstanceFacts, ...] = ()
     modes: tuple[TransferMode, ...] = ()
     """Those that shall work; empty: at least one."""
+    router: RouterFacts | None = None
+    load: Load = field(default_factory=Load)
 
     @property
     def instances(self) -> tuple[InstanceFacts, ...]:

@@ -4,21 +4,35 @@ Decides what is asked of whom, and in which order. Refuses to judge.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvcourier.config import ChannelKeys, Limits, TransferMode
 from kvcourier.core.handshake import check_offer
 from kvcourier.doctor import side_channel
 from kvcourier.doctor.exposition import engine_of, read_metrics
-from kvcourier.doctor.facts import Facts, InstanceFacts, Metrics, Place, Role
+from kvcourier.doctor.facts import (
+    Facts,
+    InstanceFacts,
+    KnownInstance,
+    Load,
+    Metrics,
+    Place,
+    Role,
+    RouterFacts,
+)
 from kvcourier.doctor.pages import NotAnswered, Pages, Reply
-from kvcourier.errors import HandshakeRejected
+from kvcourier.errors import HandshakeRejected, clip
 from kvcourier.ids import EngineId
 
 _MOST_AT_ONCE = 8
+_ROUTER_PATIENCE_S = 6.0
+"""A router asks an instance that was gone again after 5 s at the latest."""
+
+_ROUTER_PAUSE_S = 0.5
 OWN_ID = EngineId("kvcourier-doctor")
 
 
@@ -36,6 +50,8 @@ class Question:
 
     Attributes:
         prefill, decode: the instances.
+        router: URL of one in front of them.
+        load: what users are going to send.
         modes: which shall work; empty: at least one.
         timeout_s: for one page or one question to a side channel.
         keys: of the side channel; None: none.
@@ -44,6 +60,8 @@ class Question:
 
     prefill: Sequence[Address] = ()
     decode: Sequence[Address] = ()
+    router: str | None = None
+    load: Load = field(default_factory=Load)
     modes: tuple[TransferMode, ...] = ()
     timeout_s: float = 5.0
     keys: ChannelKeys | None = None
@@ -52,17 +70,79 @@ class Question:
 
 def gather(question: Question, pages: Pages) -> Facts:
     """Ask everybody; blocks, at most for some time-outs."""
+    router = None if question.router is None else settled_router(question.router, pages)
     asked = [
         *((Role.PREFILL, address) for address in question.prefill),
         *((Role.DECODE, address) for address in question.decode),
+    ] or [
+        (known.role, Address(known.url, known.place))
+        for known in (router.instances if router else ())
     ]
     with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
         found = list(pool.map(lambda each: look_at(each[0], each[1], question, pages), asked))
     return Facts(
         prefill=tuple(each for each in found if each.role is Role.PREFILL),
         decode=tuple(each for each in found if each.role is Role.DECODE),
+        router=router,
+        load=question.load,
         modes=question.modes,
     )
+
+
+def settled_router(url: str, pages: Pages) -> RouterFacts:
+    """A router, once it has had the time to ask an instance again that it had not reached."""
+    deadline = time.monotonic() + _ROUTER_PATIENCE_S
+    while True:
+        seen = look_at_router(url, pages)
+        settled = bool(seen.problem) or all(each.reachable for each in seen.instances)
+        if settled or time.monotonic() > deadline:
+            return seen
+        time.sleep(_ROUTER_PAUSE_S)
+
+
+def look_at_router(url: str, pages: Pages) -> RouterFacts:
+    """A router, by what it tells of itself."""
+    try:
+        health = pages.get(f"{url}/health")
+        page = pages.get(f"{url}/kvcourier/instances")
+    except NotAnswered as error:
+        return RouterFacts(url, problem=str(error))
+    body = page.json()
+    if page.status != 200 or not isinstance(body, Mapping):
+        why = f"GET /kvcourier/instances answered {page.status}: {page.message()}"
+        return RouterFacts(url, problem=why, health=health.status)
+    timeouts = body.get("timeouts")
+    return RouterFacts(
+        url,
+        health=health.status,
+        mode=str(body.get("mode", "")),
+        timeouts={
+            str(name): float(value)
+            for name, value in (timeouts if isinstance(timeouts, Mapping) else {}).items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        },
+        instances=tuple(
+            known
+            for role, side in ((Role.PREFILL, "prefill"), (Role.DECODE, "decode"))
+            for known in _known(role, body.get(side))
+        ),
+    )
+
+
+def _known(role: Role, entries: object) -> Iterator[KnownInstance]:
+    """A router's entries of one side; what is none is left out."""
+    for entry in entries if isinstance(entries, list) else []:
+        if isinstance(entry, Mapping) and isinstance(entry.get("url"), str):
+            coordinates = entry.get("coordinates")
+            yield KnownInstance(
+                role,
+                entry["url"].rstrip("/"),
+                entry.get("reachable") is True,
+                clip(str(entry.get("problem", ""))),
+                read_place(coordinates, ("engine_id", "host", "port"), "the router")
+                if isinstance(coordinates, Mapping)
+                else None,
+            )
 
 
 def look_at(role: Role, address: Address, question: Question, pages: Pages) -> InstanceFacts:

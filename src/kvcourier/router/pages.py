@@ -4,6 +4,7 @@ Decides its pages of health, models, metrics and instances. Refuses to know call
 """
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -70,6 +71,7 @@ class Pages:
                 "mode": config.mode,
                 "binding": config.binding,
                 "policy": {leg: side.policy for leg, side in self._services.sides.items()},
+                "timeouts": dataclasses.asdict(config.timeouts),
                 **{
                     leg: [instance.describe() for instance in side.instances]
                     for leg, side in self._services.sides.items()
