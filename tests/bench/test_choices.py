@@ -4,7 +4,7 @@ import pytest
 
 from kvcourier.bench.choices import FLAGS, OURS, ROWS, WAYS, Choices, NotAvailable, Setup, set_up
 from kvcourier.bench.plan import ASKED, Way
-from kvcourier.cli.bench import serve_flags
+from kvcourier.cli.bench_values import serve_flags
 from kvcourier.config import USUAL_BINDING, TransferMode
 
 ALL_FLAGS = {

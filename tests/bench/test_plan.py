@@ -55,9 +55,10 @@ def test_rounds_and_seeds_differ_audiences_meet_the_same_bursts() -> None:
     assert arrivals(cell, 1) != arrivals(cell, 2)
     assert arrivals(cell, 1, 0) != arrivals(cell, 1, 1)
     here, there = (burst(cell, prompts(audience=name), 3) for name in ("one", "two"))
-    assert here.arrivals_s == there.arrivals_s
-    assert here.names == there.names
-    assert here.prompts.prompt(here.names[0]) != there.prompts.prompt(there.names[0])
+    assert [each.arrival_s for each in here] == [each.arrival_s for each in there]
+    assert [each.name for each in here] == [each.name for each in there]
+    first, other = here[0], there[0]
+    assert first.prompts.prompt(first.name) != other.prompts.prompt(other.name)
 
 
 @given(st.integers(1, 200), st.floats(0, 1), SEEDS)

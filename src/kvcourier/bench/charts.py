@@ -34,7 +34,8 @@ _SPAN_COLOURS = {
 }
 _FONT = {"family": "system-ui, sans-serif", "size": 13, "color": "#222"}
 _MAX_EXAMPLES = 12
-_SWEPT = (METRICS[0], METRICS[2])
+# Of runs with a row per rate, the quantities that are drawn against it.
+_AGAINST_QPS = {"sweep": (METRICS[0], METRICS[2]), "trial": (METRICS[0], METRICS[2], METRICS[3])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class Chart:
 def charts(report: Report) -> list[Chart]:
     """All plots that the report has numbers for."""
     made = []
-    if report.kind == "sweep":
-        made.append(_against_qps(report))
+    if report.kind in _AGAINST_QPS:
+        made.append(_against_qps(report, _AGAINST_QPS[report.kind]))
     else:
         made.append(_medians(report))
     for base, comparisons in report.by_base().items():
@@ -64,11 +65,11 @@ def charts(report: Report) -> list[Chart]:
     return made
 
 
-def _against_qps(report: Report) -> Chart:
+def _against_qps(report: Report, metrics: Sequence[Metric]) -> Chart:
     rows = report.measured
     lengths = sorted({row.cell.input_tokens for row in rows})
     figure = make_subplots(
-        rows=len(_SWEPT),
+        rows=len(metrics),
         cols=len(lengths),
         shared_xaxes=True,
         vertical_spacing=0.07,
@@ -77,17 +78,17 @@ def _against_qps(report: Report) -> Chart:
     )
     for index, name in enumerate(names_of(rows)):
         colour = _COLOURS[index % len(_COLOURS)]
-        for line, metric in enumerate(_SWEPT, start=1):
+        for line, metric in enumerate(metrics, start=1):
             for column, length in enumerate(lengths, start=1):
                 own = [r for r in rows if r.name == name and r.cell.input_tokens == length]
                 shown = line == 1 and column == 1
                 for trace in _band(name, colour, _summaries(own, metric), shown):
                     figure.add_trace(trace, row=line, col=column)
-    for line, metric in enumerate(_SWEPT, start=1):
+    for line, metric in enumerate(metrics, start=1):
         figure.update_yaxes(title_text=f"{metric.title}, ms", row=line, col=1)
     figure.update_yaxes(rangemode="tozero")
-    figure.update_xaxes(title_text="requests per second", row=len(_SWEPT))
-    _dress(figure, height=260 * len(_SWEPT) + 80)
+    figure.update_xaxes(title_text="requests per second", row=len(metrics))
+    _dress(figure, height=260 * len(metrics) + 80)
     return Chart(
         "Time against load",
         f"Medians with their {LEVEL:.0%} intervals. Where a line climbs, requests wait in line.",
@@ -282,7 +283,7 @@ def _examples(report: Report) -> list[tuple[str, float, Timeline]]:
     """The request with the median TTFT of each row; of a sweep those of the highest rates."""
     rows = (
         sorted(report.measured, key=lambda row: -row.cell.qps)
-        if report.kind == "sweep"
+        if report.kind in _AGAINST_QPS
         else (report.measured)
     )
     found = []

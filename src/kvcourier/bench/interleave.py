@@ -5,12 +5,15 @@ what the sides are.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from kvcourier.bench.plan import Cell, audiences, burst, turn_orders
+from kvcourier.bench.plan import Burst, Cell, audiences, burst, turn_orders
 from kvcourier.bench.report import Report, Row
 from kvcourier.bench.session import Session
 from kvcourier.bench.target import Target
+
+Plan = Callable[[str, int], Burst]
+"""What an audience is sent in a round: as many requests, at the same times, for all audiences."""
 
 
 def interleave(
@@ -19,16 +22,23 @@ def interleave(
     sides: Sequence[tuple[Row, Target]],
     num_turns: int,
     ends_at_s: float = float("inf"),
+    plan: Plan | None = None,
 ) -> None:
     """Warm every side up, then give each a turn per round, with the same prompts and gaps.
 
     Stops early, after the first round at the earliest, if the next would end after `ends_at_s`
-    (monotonic clock). All rows have the same cell.
+    (monotonic clock). All rows have the same cell; `plan` says what its turns are, if not Poisson
+    arrivals of prompts of one length.
 
     Raises:
         ProcessFailed: a process ended.
     """
     cell: Cell = sides[0][0].cell
+
+    def poisson(audience: str, number: int) -> Burst:
+        return burst(cell, session.settings.prompts(cell.input_tokens, audience), number)
+
+    plan = plan or poisson
     names = audiences([target.processes for _, target in sides])
     session.expect(cell.requests * num_turns * len(sides))
     for row, target in sides:
@@ -43,9 +53,7 @@ def interleave(
             return
         for side in order:
             row, target = sides[side]
-            prompts = session.settings.prompts(cell.input_tokens, names[side])
             label = f"round {number + 1} of {num_turns}, {row.name}"
-            row.collected.turns.append(
-                session.take_turn(label, target, burst(cell, prompts, number))
-            )
+            turn = session.take_turn(label, target, plan(names[side], number))
+            row.collected.turns.append(turn)
         longest_s = max(longest_s, time.monotonic() - began_s)

@@ -11,7 +11,7 @@ from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
 from kvcourier.bench.charts import charts
-from kvcourier.bench.report import Comparison, Report, Row
+from kvcourier.bench.report import Comparison, Report, Row, Section
 from kvcourier.bench.samples import METRICS
 from kvcourier.bench.tables import SAID
 
@@ -28,6 +28,7 @@ th, td { padding: 4px 12px; text-align: right; border-bottom: 1px solid #e3e3e3;
 th { color: #555; font-weight: 600; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 td small { color: #888; }
+pre { background: #f5f5f5; padding: 8px 12px; overflow-x: auto; font-size: 13px; }
 .settings { color: #666; font-size: 13px; }
 .wide { overflow-x: auto; }
 .problem { color: #b03020; }
@@ -54,6 +55,8 @@ def _lines(report: Report) -> Iterator[str]:
         yield f'<p class="problem">{html.escape(sentence)}</p>'
     for sentence in report.remarks():
         yield f"<p>Note: {html.escape(sentence)}.</p>"
+    for section in report.sections:
+        yield from _section(section)
     for chart in charts(report):
         yield f"<h2>{html.escape(chart.heading)}</h2><p>{html.escape(chart.sentence)}</p>"
         yield to_html(chart.figure, full_html=False, include_plotlyjs=False, config=_CONFIG)
@@ -62,6 +65,14 @@ def _lines(report: Report) -> Iterator[str]:
     yield from _numbers(report.measured)
     yield from _missing(report)
     yield "</body></html>"
+
+
+def _section(section: Section) -> Iterator[str]:
+    yield f"<h2>{html.escape(section.heading)}</h2>"
+    for sentence in section.sentences:
+        yield f"<p>{html.escape(sentence)}</p>"
+    if section.commands:
+        yield f"<pre>{html.escape(chr(10).join(section.commands))}</pre>"
 
 
 def _verdicts(report: Report, base: str, comparisons: Sequence[Comparison]) -> Iterator[str]:

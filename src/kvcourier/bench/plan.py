@@ -130,18 +130,32 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
-class Burst:
-    """Requests that are sent in one go: names of prompts, and when, in seconds from its start."""
+class Planned:
+    """One request of a burst.
 
+    Attributes:
+        arrival_s: when it is sent, in seconds from the start of its burst.
+        prompts: where its prompt is drawn from.
+        name: of its prompt.
+        output_tokens: to generate; None: as many as all requests of the run.
+    """
+
+    arrival_s: float
     prompts: Prompts
-    names: tuple[str, ...]
-    arrivals_s: tuple[float, ...]
+    name: str
+    output_tokens: int | None = None
+
+
+Burst = tuple[Planned, ...]
+"""Requests that are sent in one go."""
 
 
 def burst(cell: Cell, prompts: Prompts, number: int) -> Burst:
     """Everything a side is sent in one round of a cell."""
-    names = tuple(f"{number} {index} {cell.qps:g}" for index in range(cell.requests))
-    return Burst(prompts, names, arrivals(cell, prompts.seed, number))
+    return tuple(
+        Planned(arrival_s, prompts, f"{number} {index} {cell.qps:g}")
+        for index, arrival_s in enumerate(arrivals(cell, prompts.seed, number))
+    )
 
 
 def turn_orders(num_sides: int, num_rounds: int) -> tuple[tuple[int, ...], ...]:

@@ -4,6 +4,7 @@ Decides what a row and a comparison are, what goes into the JSON file, and when 
 Refuses to know how it was measured and how it is drawn. Pure.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,15 @@ class Comparison:
         return ratio(metric, self.a.collected, self.b.collected)
 
 
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of what a run concludes: a heading, sentences, and lines for a shell."""
+
+    heading: str
+    sentences: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
+
+
 @dataclass(slots=True)
 class Report:
     """What one run found; it grows while the run goes on.
@@ -56,6 +66,7 @@ class Report:
         settings: what it was run with, by name.
         problems: what failed beside requests.
         notes: what a reader should know.
+        sections: what follows from it all, for people; `details` is the same for programs.
     """
 
     kind: str
@@ -65,6 +76,8 @@ class Report:
     comparisons: list[Comparison] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    sections: list[Section] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
 
     @property
     def measured(self) -> list[Row]:
@@ -78,10 +91,11 @@ class Report:
         return f"{row.name}{separator}{row.cell.input_tokens:,} at {row.cell.qps:g}/s"
 
     def by_base(self) -> dict[str, list[Comparison]]:
-        """Comparisons by the label of what they are against."""
+        """Comparisons by the label of what they are against; a trial has one base in many cells."""
         found: dict[str, list[Comparison]] = {}
         for each in self.comparisons:
-            found.setdefault(self.label(each.a), []).append(each)
+            base = each.a.name if self.kind == "trial" else self.label(each.a)
+            found.setdefault(base, []).append(each)
         return found
 
     @property
@@ -128,6 +142,8 @@ def as_json(report: Report) -> Any:
         "comparisons": [comparison_json(each) for each in report.comparisons],
         "problems": report.sentences(),
         "remarks": report.remarks(),
+        "sections": [dataclasses.asdict(each) for each in report.sections],
+        **report.details,
     }
 
 

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvcourier.bench.client import make_ask, make_client
 from kvcourier.bench.load import OnOutcome, run_load
 from kvcourier.bench.pair import Pairs, PairSpec
-from kvcourier.bench.plan import Burst, Prompts, Way
+from kvcourier.bench.plan import Burst, Planned, Prompts, Way
 from kvcourier.bench.samples import Answered, Failed, Outcome, Turn
 from kvcourier.bench.target import Target, look, read_cache_counts, read_samples
 from kvcourier.demo.processes import Children
@@ -131,8 +131,9 @@ class Session:
         failures: list[str] = []
         counts = [count for count in (1, self.settings.warm_up - 1) if count > 0]
         for part, count in enumerate(counts[: self.settings.warm_up]):
-            names = tuple(f"{part} {index}" for index in range(count))
-            burst = Burst(prompts, names, tuple(_WARM_UP_S * index for index in range(count)))
+            burst = tuple(
+                Planned(_WARM_UP_S * index, prompts, f"{part} {index}") for index in range(count)
+            )
             outcomes = self._run(self._load(target, burst))
             failures += [each.reason for each in outcomes if isinstance(each, Failed)]
         self._children.check()
@@ -177,13 +178,19 @@ class Session:
     async def _load(
         self, target: Target, burst: Burst, on_outcome: OnOutcome = lambda outcome: None
     ) -> list[Outcome]:
-        num_tokens = self.settings.output_tokens
         asks = [
-            make_ask(target.url, target.way, target.model, burst.prompts.prompt(name), num_tokens)
-            for name in burst.names
+            make_ask(
+                target.url,
+                target.way,
+                target.model,
+                each.prompts.prompt(each.name),
+                each.output_tokens or self.settings.output_tokens,
+            )
+            for each in burst
         ]
+        arrivals_s = [each.arrival_s for each in burst]
         timeout_s = self.settings.timeout_s
-        return await run_load(self._connections(), asks, burst.arrivals_s, timeout_s, on_outcome)
+        return await run_load(self._connections(), asks, arrivals_s, timeout_s, on_outcome)
 
     def _connections(self) -> httpx.AsyncClient:
         # Bound to the runner's loop, so not before it runs.

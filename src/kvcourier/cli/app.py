@@ -21,6 +21,7 @@ from kvcourier.cli.doctor import doctor
 from kvcourier.cli.probe import probe
 from kvcourier.cli.route import route
 from kvcourier.cli.serve import serve
+from kvcourier.cli.trial import trial
 from kvcourier.cli.vllm_config import vllm_config
 from kvcourier.errors import ConfigError, KVCourierError
 
@@ -48,7 +49,7 @@ Exit codes:
     0    done, or a server stopped by SIGTERM
     1    failed
     2    a flag or a setting cannot be used
-    130  interrupted by Ctrl-C (demo, probe and bench: or by SIGTERM)
+    130  interrupted by Ctrl-C (demo, probe, bench and trial: or by SIGTERM)
 """
 
 
@@ -102,7 +103,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, serve, route, doctor, probe, vllm_config):
+for command in (demo, serve, route, doctor, probe, trial, vllm_config):
     app.command()(command)
 app.add_typer(bench, name="bench")
 
