@@ -25,6 +25,7 @@ from kvcourier.cli.doctor import doctor
 from kvcourier.cli.probe import probe
 from kvcourier.cli.route import route
 from kvcourier.cli.serve import serve
+from kvcourier.cli.story import story
 from kvcourier.cli.trial import trial
 from kvcourier.cli.vllm_config import vllm_config
 from kvcourier.config import CourierConfig, EndpointConfig, Limits, StagingConfig, Timing
@@ -35,7 +36,7 @@ from kvcourier.router.config import RouterConfig, RouterLimits, Timeouts
 
 PAGE = Path(__file__).with_name("configuration.md")
 COMMANDS: tuple[Callable[..., None], ...] = (
-    *(serve, route, doctor, probe, demo, trial, vllm_config),
+    *(serve, route, doctor, probe, story, demo, trial, vllm_config),
     *(bench_sweep, bench_compare, bench_ablate),
 )
 SETTINGS: tuple[type, ...] = (

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvcourier.config import Binding, TransferMode
+from kvcourier.config import Binding, Limits, TransferMode
 from kvcourier.ids import RequestId
 from kvcourier.router.attempt import Attempt, ClientCall
 from kvcourier.router.config import Timeouts
 from kvcourier.router.events import Answer, CallOutcome, ClientLeft, LegName, PrefillAnswered
+from kvcourier.runtime.diary import Diary
 
 pytestmark = pytest.mark.anyio
 
@@ -73,6 +74,7 @@ async def test_a_leg_that_is_cancelled_before_it_begins_leaves_nothing_behind():
         metrics=Quiet(),
         running=set(),
         background=set(),
+        diary=Diary(Limits()),
     )
     call = ClientCall(
         "/v1/completions",

@@ -21,6 +21,7 @@ from kvcourier.cli.doctor import doctor
 from kvcourier.cli.probe import probe
 from kvcourier.cli.route import route
 from kvcourier.cli.serve import serve
+from kvcourier.cli.story import story
 from kvcourier.cli.trial import trial
 from kvcourier.cli.vllm_config import vllm_config
 from kvcourier.errors import ConfigError, KVCourierError
@@ -103,7 +104,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, serve, route, doctor, probe, trial, vllm_config):
+for command in (demo, serve, route, doctor, probe, story, trial, vllm_config):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

@@ -64,7 +64,8 @@ class TokenEvent:
 class GenerationRequest:
     """One prompt to continue.
 
-    `on_event` is called from the engine's thread; it must not block.
+    `on_event` is called from the engine's thread, `on_scheduled` before the first step that the
+    request is part of; they must not block.
     """
 
     request_id: RequestId
@@ -72,6 +73,7 @@ class GenerationRequest:
     sampling: SamplingParams
     on_event: Callable[[TokenEvent], None]
     intent: Intent | None = None
+    on_scheduled: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ class _Live:
 
     `owes_endpoint`: the endpoint knows it and is owed a hand-over, a decline or an abort.
     `received`: the endpoint's report that its KV is complete.
+    `was_scheduled`: it has been part of a step.
     """
 
     request: GenerationRequest
@@ -56,6 +57,7 @@ class _Live:
     sampler: TokenSampler
     owes_endpoint: bool
     received: Report | None = None
+    was_scheduled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,6 +393,7 @@ class Engine:
                 self._end(live, FinishReason.ERROR, error=f"the KV endpoint failed: {error}")
 
     def _step(self, batch: SequenceOf[Work]) -> None:
+        self._tell_scheduled(batch)
         completing = [self._live[w.sequence.request_id] for w in batch if w.completes]
         try:
             on_layer = self._streams.before(batch) if self._streams is not None else None
@@ -411,6 +414,13 @@ class Engine:
             self._on_token(live, token)
         if self._streams is not None:
             self._streams.after([w for w in batch if w.sequence.request_id in self._live])
+
+    def _tell_scheduled(self, batch: SequenceOf[Work]) -> None:
+        for work in batch:
+            live = self._live[work.sequence.request_id]
+            if not live.was_scheduled:
+                live.was_scheduled = True
+                live.request.on_scheduled()
 
     def _on_token(self, live: _Live, token: int) -> None:
         sequence, sampler = live.sequence, live.sampler

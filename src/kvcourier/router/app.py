@@ -83,6 +83,7 @@ def create_app(config: RouterConfig) -> Starlette:
             Route("/metrics", pages.metrics),
             Route("/kvcourier/instances", pages.instances),
             *(closed_routes() if config.admin_keys is None else Admin(membership).routes()),
+            Route("/kvcourier/story/{key:path}", pages.story),
         ],
         exception_handlers={HTTPException: _http_error},
         lifespan=lambda _app: _lifespan(services, file),

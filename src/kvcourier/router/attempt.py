@@ -15,7 +15,7 @@ from typing import Any
 
 from starlette.types import Receive, Send
 
-from kvcourier.config import Binding, TransferMode
+from kvcourier.config import Binding, Limits, TransferMode
 from kvcourier.ids import RequestId, TransferId
 from kvcourier.router.answers import EventStream, send_answer
 from kvcourier.router.config import RouterConfig
@@ -57,7 +57,9 @@ from kvcourier.router.legs import (
 from kvcourier.router.metrics import RouterMetrics
 from kvcourier.router.prompts import Prompt
 from kvcourier.router.sides import NO_PROMPT, Side
+from kvcourier.router.telling import told_of
 from kvcourier.router.upstream import Upstream
+from kvcourier.runtime.diary import Diary
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ class Services:
     metrics: RouterMetrics
     background: set[asyncio.Task[None]] = field(default_factory=set)
     running: set["Attempt"] = field(default_factory=set)
+    diary: Diary = field(default_factory=lambda: Diary(Limits()))
 
     def begin_stop(self) -> None:
         """End what runs, each client being told; on the event loop."""
@@ -169,6 +172,7 @@ class Attempt:
         timer = loop.call_at(end_s, self._post, TimeUp())
         self._left.add_done_callback(self._on_left)
         self._services.running.add(self)
+        self._begin_story()
         try:
             await self._perform(self._dispatch.start())
             while self._outcome is None:
@@ -197,6 +201,7 @@ class Attempt:
     async def _step(self) -> None:
         event = await self._events.get()
         self._judge(event)
+        self._tell(event)
         if isinstance(event, PrefillAnswered) and event.answer.ok:
             self._compare(event)
         await self._perform(self._dispatch.handle(event))
@@ -215,6 +220,7 @@ class Attempt:
 
     async def _perform(self, actions: list[Action]) -> None:
         for action in actions:
+            self._tell(action)
             match action:
                 case StartPrefill():
                     self._start_prefill(prefill_leg(self._call))
@@ -258,6 +264,25 @@ class Attempt:
             self._keeps_prefill = keeps
             self._chosen[LegName.PREFILL].work.num_kept += 1 if keeps else -1
 
+    def _begin_story(self) -> None:
+        name, diary = self._call.transfer_id, self._services.diary
+        diary.alias(self._call.request_id, name)
+        diary.note(
+            name,
+            "dispatched",
+            request_id=self._call.request_id,
+            transfer_id=name,
+            mode=self._client.mode.value,
+            binding=self._client.binding.value,
+        )
+
+    def _tell(self, happening: Event | Action) -> None:
+        if (told := told_of(happening)) is not None:
+            self._note_story(*told)
+
+    def _note_story(self, what: str, details: Mapping[str, Any]) -> None:
+        self._services.diary.note(self._call.transfer_id, what, **details)
+
     def _start_prefill(self, leg: Leg) -> None:
         self._keep_prefill(True)
         url = self._chosen[LegName.PREFILL].spec.url + self._client.path
@@ -284,6 +309,7 @@ class Attempt:
     def _start(self, leg: LegName, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
         # Not yet the coroutine itself: a leg that is cancelled before its task begins, as when the
         # client leaves in that moment, would leave it behind, never awaited.
+        self._note_story(f"{leg}_sent", {"to": self._chosen[leg].spec.url})
         self._tasks[leg] = asyncio.create_task(self._timed(leg, self._chosen[leg], send))
 
     async def _timed(

@@ -1,12 +1,12 @@
 """What the router tells of itself and of its instances.
 
-Decides its pages of health, models, metrics and instances. Refuses to know calls.
+Decides its pages of health, models, metrics, instances and stories. Refuses to know calls.
 """
 
 import asyncio
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +14,7 @@ import httpx
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvcourier.errors import shorten
 from kvcourier.router.answers import JSON_TYPE, error_content
 from kvcourier.router.attempt import Services
 from kvcourier.router.events import LegName
@@ -79,8 +80,20 @@ class Pages:
             }
         )
 
+    async def story(self, request: Request) -> Response:
+        """What was done about a call, by the id of its transfer or its own."""
+        key = request.path_params["key"]
+        diary = self._services.diary
+        if entries := diary.story(key):
+            answer = json_page(entries)
+        else:
+            message = f"No transfer {shorten(key)} was dispatched here, or it was forgotten."
+            answer = Response(error_content(404, message), 404, media_type=JSON_TYPE)
+        answer.headers.update(diary.clock_header())
+        return answer
 
-def json_page(content: Mapping[str, Any], status: int = 200) -> Response:
+
+def json_page(content: Mapping[str, Any] | Sequence[Any], status: int = 200) -> Response:
     """An answer in JSON."""
     return Response(json.dumps(content), status, media_type=JSON_TYPE)
 

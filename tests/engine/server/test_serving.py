@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -13,9 +14,11 @@ import pytest
 
 from engine.server.fakes import (
     WAIT_S,
+    FakeEndpoint,
     FakeEngine,
     begin_and_hang,
     byte_tokenizer,
+    call,
     make_app,
     parse_sse,
     say,
@@ -262,3 +265,23 @@ def test_a_drained_instance_finishes_what_it_has_and_takes_nothing_new():
         assert empty == {"draining": True, "running": 0, "kept": 0, "empty": True}
         assert client.delete("/drain").json()["draining"] is False
         assert client.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_a_story_has_what_the_server_saw_beside_what_the_endpoint_tells() -> None:
+    app = make_app(FakeEngine(say("ab")), endpoint=FakeEndpoint())
+    answer = call(app, "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 2})
+    assert answer.status_code == 200
+    unknown = call(app, "GET", "/kvcourier/story/nobody")
+    assert unknown.status_code == 404
+    assert abs(float(unknown.headers["x-kv-unix-s"]) - time.time()) < 60
+    transfer = {"do_remote_decode": True, "transfer_id": "a/b"}
+    body = {"prompt": "x", "max_tokens": 2, "kv_transfer_params": transfer}
+    assert call(app, "POST", "/v1/completions", json=body).status_code == 200
+    told = call(app, "GET", "/kvcourier/story/a/b")
+    assert [each["what"] for each in told.json()] == [
+        "registered",
+        "queued",
+        "first_token",
+        "answered",
+    ]
+    assert "x-kv-unix-s" in told.headers

@@ -43,6 +43,7 @@ from kvcourier.openai import (
     ModelCard,
     ModelList,
 )
+from kvcourier.runtime.diary import Diary
 from kvcourier.runtime.interface import Endpoint, let_holder_go
 
 DEFAULT_MAX_BODY_BYTES = 16 << 20
@@ -78,6 +79,7 @@ def create_app(
     registry = CollectorRegistry() if registry is None else registry
     registry.register(EngineCollector(engine.stats, served_model_name))
     active = ActiveGenerations()
+    diary = Diary(limits)
     generation_routes = _GenerationRoutes(
         engine=engine,
         tokenizer=tokenizer,
@@ -93,6 +95,7 @@ def create_app(
         max_body_bytes=max_body_bytes,
         endpoint=endpoint,
         limits=limits,
+        diary=diary,
     )
     text = metrics_text or (lambda: generate_latest(registry))
     models = ModelList(
@@ -134,7 +137,7 @@ def create_app(
             Route("/health", health),
             Route("/metrics", show_metrics),
             Route("/drain", Drain(engine, active).serve, methods=["GET", "POST", "DELETE"]),
-            *_endpoint_routes(endpoint, role, active),
+            *_endpoint_routes(endpoint, role, active, diary),
         ],
         exception_handlers={
             ApiError: _show_api_error,
@@ -164,8 +167,10 @@ class _GenerationRoutes:
         max_body_bytes: int,
         endpoint: Endpoint | None,
         limits: Limits,
+        diary: Diary,
     ) -> None:
         self._endpoint = endpoint
+        self._diary = diary
         self._limits = limits
         self._engine = engine
         self._tokenizer = tokenizer
@@ -203,7 +208,9 @@ class _GenerationRoutes:
             return error.response()
         except ClientDisconnect:
             return _say_nothing
-        generation = Generation(job, self._engine, self._decode, self._metrics, arrival)
+        generation = Generation(
+            job, self._engine, self._decode, self._metrics, arrival, self._diary
+        )
         renderer = Renderer(generation, self._served_model_name)
         return GenerationAnswer(generation, renderer, self._active, self._metrics)
 
@@ -224,7 +231,7 @@ class _GenerationRoutes:
 
 
 def _endpoint_routes(
-    endpoint: Endpoint | None, role: str, active: ActiveGenerations
+    endpoint: Endpoint | None, role: str, active: ActiveGenerations, diary: Diary
 ) -> list[Route]:
     async def instance(_: Request) -> Response:
         if endpoint is None:
@@ -234,10 +241,15 @@ def _endpoint_routes(
 
     async def story(request: Request) -> Response:
         key = request.path_params["key"]
-        entries = None if endpoint is None else endpoint.story(key)
-        if entries is None:
-            raise ApiError(404, f"no transfer {key[:200]!r} is known here, or it was forgotten")
-        return json_response(entries)
+        moved = endpoint.story(key) if endpoint is not None else None
+        entries = sorted([*(moved or ()), *diary.story(key)], key=lambda each: each["at_unix_s"])
+        if entries:
+            answer = json_response(entries)
+        else:
+            unknown = f"no transfer {key[:200]!r} is known here, or it was forgotten"
+            answer = ApiError(404, unknown).response()
+        answer.headers.update(diary.clock_header())
+        return answer
 
     async def let_go(request: Request) -> Response:
         transfer_id = request.path_params["transfer_id"]

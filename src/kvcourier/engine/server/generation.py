@@ -6,6 +6,7 @@ complete, and that whatever is not complete gets aborted. Refuses to know HTTP a
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,9 +23,10 @@ from kvcourier.engine.server.errors import ApiError
 from kvcourier.engine.server.job import Job
 from kvcourier.engine.server.metrics import AnswerTimer, ServerMetrics
 from kvcourier.engine.text import Decode, TextStream
-from kvcourier.errors import KVCourierError, ParamsError
+from kvcourier.errors import KVCourierError, ParamsError, clip
 from kvcourier.ids import RequestId
 from kvcourier.openai import FinishReason as ShownFinishReason
+from kvcourier.runtime.diary import Diary
 
 _SHOWN: dict[FinishReason, ShownFinishReason] = {
     FinishReason.STOP: "stop",
@@ -87,10 +89,12 @@ class Generation:
         decode: Decode,
         metrics: ServerMetrics,
         arrival_s: float,
+        diary: Diary,
     ) -> None:
         self.job = job
         self.kv_transfer_params: dict[str, Any] | None = None
         self._engine = engine
+        self._diary = diary
         self._queue: asyncio.Queue[tuple[int, TokenEvent] | None] = asyncio.Queue()
         self._failure: KVCourierError | None = None
         # Whoever keeps KV for somebody else must reach its end, which carries the KV's address;
@@ -119,11 +123,20 @@ class Generation:
                     loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
 
             request = GenerationRequest(
-                part.request_id, part.prompt, part.sampling, on_event, self.job.intent
+                part.request_id,
+                part.prompt,
+                part.sampling,
+                on_event,
+                self.job.intent,
+                functools.partial(self._note, index, "scheduled"),
             )
+            if self.job.intent is not None and self.job.intent.transfer_id is not None:
+                self._diary.alias(self.job.intent.transfer_id, part.request_id)
+            self._note(index, "queued", prompt_tokens=len(part.prompt))
             try:
                 self._engine.submit(request)
             except RequestRejected as error:
+                self._note(index, "refused", reason=clip(str(error)))
                 self.close()
                 raise ApiError(400, str(error)) from error
             except ParamsError as error:
@@ -183,17 +196,24 @@ class Generation:
 
     def _abort(self, index: int) -> None:
         self._answers[index].is_open = False
+        self._note(index, "ended_early", tokens=self._answers[index].num_tokens)
         self._engine.abort(self.job.parts[index].request_id)
+
+    def _note(self, index: int, what: str, **details: Any) -> None:
+        self._diary.note(self.job.parts[index].request_id, what, **details)
 
     def _take(self, index: int, event: TokenEvent) -> Delta:
         answer = self._answers[index]
         if event.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             answer.is_open = False
+            self._note(index, "failed", reason=clip(event.error or event.finish_reason))
             raise self._engine_failure(answer, event)
         answer.num_cached_tokens = max(answer.num_cached_tokens, event.num_cached_tokens)
         self.kv_transfer_params = event.kv_transfer_params or self.kv_transfer_params
         text, token_ids = self._read_tokens(index, event)
         if token_ids:
+            if answer.num_tokens == 0:
+                self._note(index, "first_token")
             answer.num_tokens += len(token_ids)
             answer.timer.observe_tokens(len(token_ids))
         shown = None if event.finish_reason is None else _SHOWN[event.finish_reason]
@@ -206,6 +226,7 @@ class Generation:
                 self._abort(index)
         if shown is not None:
             answer.timer.observe_end(shown)
+            self._note(index, "answered", reason=shown, tokens=answer.num_tokens)
         return Delta(index, text, token_ids, shown)
 
     def _read_tokens(self, index: int, event: TokenEvent) -> tuple[str, tuple[int, ...]]:
