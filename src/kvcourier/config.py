@@ -180,6 +180,17 @@ class PathPolicy(enum.StrEnum):
     PACKED = "packed"
 
 
+class Integrity(enum.StrEnum):
+    """How much of what has arrived D compares with what P holds, before it says so.
+
+    Nothing, some positions of all planes of every transfer, or every byte.
+    """
+
+    OFF = "off"
+    SAMPLE = "sample"
+    ALL = "all"
+
+
 class Posting(enum.StrEnum):
     """Whether an engine's step goes on while a courier posts its transfers, or waits for it."""
 

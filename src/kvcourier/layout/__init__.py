@@ -3,7 +3,8 @@
 Reading path: `geometry` (the words), `shards` (how an instance splits a model), `routes` (which
 rank takes what from which rank), `plan` (pieces of one unit, no addresses), `blocks` (tokens to
 blocks), `planes` (layers to memory), `bind` (addresses of both sides), `packing` (of one side, for
-copies into staging slots and out of them), `validate` (what a peer says of its cache).
+copies into staging slots and out of them), `digests` (what must be equal on both sides when all of
+it has moved), `validate` (what a peer says of its cache).
 
 Common changes: a new kind of cache is a member of `geometry.CacheKind`; a field that must be
 equal on both sides goes into `compatibility.EQUAL_FIELDS`; a new bound on a peer's numbers into
@@ -14,6 +15,7 @@ equal on both sides goes into `compatibility.EQUAL_FIELDS`; a new bound on a pee
 from kvcourier.layout.bind import BoundPieces, bind, estimate_pieces
 from kvcourier.layout.blocks import BlockRun, block_run, units_of
 from kvcourier.layout.compatibility import differing_fields, require_same_model
+from kvcourier.layout.digests import Cells, Share, added, cells_of, digest_of
 from kvcourier.layout.geometry import (
     CacheGeometry,
     CacheKind,
@@ -46,6 +48,7 @@ __all__ = [
     "CacheKind",
     "CacheLayout",
     "CachePlacement",
+    "Cells",
     "GroupCache",
     "GroupGeometries",
     "Int64Array",
@@ -57,11 +60,15 @@ __all__ = [
     "RankCache",
     "Region",
     "Route",
+    "Share",
     "TokenSpan",
+    "added",
     "bind",
     "block_run",
+    "cells_of",
     "consumers_of",
     "differing_fields",
+    "digest_of",
     "estimate_pieces",
     "instance_geometries",
     "pack_source",

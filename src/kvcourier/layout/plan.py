@@ -73,8 +73,8 @@ def plan_mapping(source: CacheGeometry, target: CacheGeometry, route: Route) -> 
     target_rows = _rows("target", target, route)
     unit_tokens = route.unit_tokens
     num_heads = route.head_stop - route.head_start
-    source_strides = _strides(source)
-    target_strides = _strides(target)
+    source_strides = strides_of(source)
+    target_strides = strides_of(target)
     axes = [
         _Axis(unit_tokens, source_strides.token, target_strides.token),
         _Axis(num_heads, source_strides.head, target_strides.head),
@@ -99,7 +99,7 @@ def plan_mapping(source: CacheGeometry, target: CacheGeometry, route: Route) -> 
     )
 
 
-class _Strides(NamedTuple):
+class Strides(NamedTuple):
     """Bytes from a cell to the next token's, and to the next head's, in a block of one plane."""
 
     token: int
@@ -114,11 +114,11 @@ class _Axis(NamedTuple):
     target_stride: int
 
 
-def _strides(geometry: CacheGeometry) -> _Strides:
+def strides_of(geometry: CacheGeometry) -> Strides:
     cell = geometry.cell_bytes
     if geometry.cache_layout is CacheLayout.NHD:
-        return _Strides(token=geometry.num_heads * cell, head=cell)
-    return _Strides(token=cell, head=geometry.block_size * cell)
+        return Strides(token=geometry.num_heads * cell, head=cell)
+    return Strides(token=cell, head=geometry.block_size * cell)
 
 
 def _pieces(axes: Sequence[_Axis], cell_bytes: int) -> tuple[Int64Array, Int64Array, Int64Array]:

@@ -50,7 +50,7 @@ class HostCopier:
 
     def load(self, segments: Sequence[PackedSide]) -> LoadedTables:
         require_inside(segments, self._regions, MemoryKind.DRAM, self._device_id)
-        return LoadedTables(_Tables(tuple(segments), tuple(map(_rows_of, segments))))
+        return LoadedTables(_Tables(tuple(segments), tuple(map(rows_of, segments))))
 
     def gather(
         self,
@@ -84,33 +84,15 @@ class HostCopier:
     def _parts(
         self, tables: LoadedTables, parcel: Parcel, slot_address: int
     ) -> list[tuple[Items, Int64Array, Items]]:
-        """Of each row: its items, which of them, and the items of the slot they belong to."""
         loaded = cast(_Tables, tables)
         side = require_parcel(parcel, loaded.sides)
         num_pieces = parcel.stop - parcel.start
         require_slot(slot_address, num_pieces * side.piece_bytes, self._staging)
-        _, num_units, num_offsets = side.shape
-        per_row = num_units * num_offsets
-        parts = []
-        for number in range(parcel.start // per_row, -(-parcel.stop // per_row)):
-            row = loaded.rows[parcel.segment][number]
-            start = max(parcel.start, number * per_row)
-            stop = min(parcel.stop, (number + 1) * per_row)
-            item_bytes = row.items.itemsize
-            slot = _items(
-                slot_address + (start - parcel.start) * side.piece_bytes,
-                (stop - start) * side.piece_bytes,
-                item_bytes,
-            )
-            first = row.first_item[start - number * per_row : stop - number * per_row]
-            if item_bytes < side.piece_bytes:
-                first = (first[:, None] + np.arange(side.piece_bytes // item_bytes)).ravel()
-            parts.append((row.items, first, slot))
-        return parts
+        return parts_of(side, loaded.rows[parcel.segment], parcel, slot_address)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Row:
+class Row:
     """Memory from a row's first piece to its last, and the item each piece starts with."""
 
     items: Items
@@ -120,10 +102,35 @@ class _Row:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tables:
     sides: tuple[PackedSide, ...]
-    rows: tuple[tuple[_Row, ...], ...]
+    rows: tuple[tuple[Row, ...], ...]
 
 
-def _rows_of(side: PackedSide) -> tuple[_Row, ...]:
+def parts_of(
+    side: PackedSide, rows: Sequence[Row], parcel: Parcel, address: int
+) -> list[tuple[Items, Int64Array, Items]]:
+    """Of each row: its items, which of them, and the items at `address` they belong to, where the
+    parcel's pieces follow each other."""
+    _, num_units, num_offsets = side.shape
+    per_row = num_units * num_offsets
+    parts = []
+    for number in range(parcel.start // per_row, -(-parcel.stop // per_row)):
+        row = rows[number]
+        start = max(parcel.start, number * per_row)
+        stop = min(parcel.stop, (number + 1) * per_row)
+        item_bytes = row.items.itemsize
+        there = _items(
+            address + (start - parcel.start) * side.piece_bytes,
+            (stop - start) * side.piece_bytes,
+            item_bytes,
+        )
+        first = row.first_item[start - number * per_row : stop - number * per_row]
+        if item_bytes < side.piece_bytes:
+            first = (first[:, None] + np.arange(side.piece_bytes // item_bytes)).ravel()
+        parts.append((row.items, first, there))
+    return parts
+
+
+def rows_of(side: PackedSide) -> tuple[Row, ...]:
     """Cut each row into the longest items that every piece of it is a whole number of.
 
     An item is a whole piece unless blocks are padded, or heads are split unevenly.
@@ -140,7 +147,7 @@ def _rows_of(side: PackedSide) -> tuple[_Row, ...]:
         firsts.tolist(), stops.tolist(), side.row_block_stride_bytes.tolist(), strict=True
     ):
         item_bytes, first_item = items_of[stride]
-        rows.append(_Row(_items(first, stop - first, item_bytes), first_item))
+        rows.append(Row(_items(first, stop - first, item_bytes), first_item))
     return tuple(rows)
 
 

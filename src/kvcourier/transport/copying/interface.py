@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
+from kvcourier.layout.digests import Cells
 from kvcourier.layout.geometry import Region
 from kvcourier.layout.packing import PackedSide, Parcel
 
@@ -34,6 +35,44 @@ class Ticket:
     """One copy that was started; `finished` is None if it had ended when the call returned."""
 
     finished: Finished | None
+
+
+LoadedCells = NewType("LoadedCells", object)
+"""Cells where a digester's sums can read what they weigh; opaque, and valid for it only."""
+
+
+class Sum(Protocol):
+    """The sum over one part of some cells, started."""
+
+    def value(self) -> int | None:
+        """The sum modulo 2**64, or None while it is under way; never blocks."""
+
+
+class Digester(Protocol):
+    """Sums up cells of a cache on one device; see `layout.digests`.
+
+    Only reads. Sums run in the order in which they were started, on a GPU beside the engine's
+    kernels and any copier's.
+    """
+
+    @property
+    def part_bytes(self) -> int:
+        """How much to sum up at a time: on the host `start` takes as long as its part does."""
+
+    def load(self, cells: Sequence[Cells]) -> LoadedCells:
+        """Put what cells weigh where sums can read it; once a digest.
+
+        Raises MappingError if a cell lies outside the cache's regions.
+        """
+
+    def start(self, loaded: LoadedCells, part: Parcel) -> Sum:
+        """Start the sum over cells `part.start` to `part.stop` of `cells[part.segment]`.
+
+        Keep `loaded` until it is there. Raises MappingError if there are no such cells.
+        """
+
+    def close(self) -> None:
+        """Wait for all sums. Idempotent."""
 
 
 class Copier(Protocol):

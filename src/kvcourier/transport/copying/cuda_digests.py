@@ -1,0 +1,122 @@
+"""Sums of what lies on a GPU: one kernel per part, on a stream of their own, with an event to ask.
+
+Decides what is uploaded. Never waits for the device, only in `warm_up` and `close`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+
+from kvcourier.layout.digests import Cells
+from kvcourier.layout.geometry import Int64Array, MemoryKind, Region
+from kvcourier.layout.packing import Parcel
+from kvcourier.transport.copying.bounds import require_inside, require_parcel
+from kvcourier.transport.copying.cuda import cut_of, table_of
+from kvcourier.transport.copying.interface import LoadedCells, Sum
+
+
+class CudaDigester:
+    """A `Digester` for a cache on one GPU. Raises ImportError if triton is missing."""
+
+    part_bytes = 1 << 30
+
+    def __init__(self, regions: Sequence[Region], device_id: int) -> None:
+        from kvcourier.transport.copying.digest_kernel import num_programs, start
+
+        self._start = start
+        self._num_programs = num_programs
+        self._regions = tuple(regions)
+        self._device_id = device_id
+        self._device = torch.device("cuda", device_id)
+        # The lowest priority: the engine's kernels go first.
+        self._stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call, unused-ignore]
+
+    def load(self, cells: Sequence[Cells]) -> LoadedCells:
+        sides = [each.side for each in cells]
+        require_inside(sides, self._regions, MemoryKind.VRAM, self._device_id)
+        self._bind()
+        segments = tuple(
+            _Segment(
+                self._upload(table_of(each.side)),
+                self._upload(_keys_of(each)),
+                each.side.shape,
+                each.side.piece_bytes,
+                len(each.word_weights),
+                cut_of(each.side).word_bytes,
+            )
+            for each in cells
+        )
+        return LoadedCells(_Loaded(tuple(cells), segments))
+
+    def start(self, loaded: LoadedCells, part: Parcel) -> Sum:
+        held = cast(_Loaded, loaded)
+        require_parcel(part, [each.side for each in held.cells])
+        segment = held.segments[part.segment]
+        self._bind()
+        count = self._num_programs(part.stop - part.start, segment.num_words)
+        sums = torch.empty(count, dtype=torch.int64, device=self._device)
+        self._start(
+            segment.table,
+            segment.keys,
+            sums,
+            range(part.start, part.stop),
+            segment.shape,
+            cell_bytes=segment.cell_bytes,
+            num_words=segment.num_words,
+            part_bytes=segment.part_bytes,
+        )
+        there = torch.empty(1, dtype=torch.int64, pin_memory=True)
+        there.copy_(sums.sum().reshape(1), non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
+        event.record(self._stream)
+        return _Sum(there, event)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+    def _bind(self) -> None:
+        """Make device and stream the calling thread's; see `cuda.CudaCopier`."""
+        torch.cuda.set_device(self._device)
+        torch.cuda.set_stream(self._stream)
+
+    def _upload(self, numbers: Int64Array) -> torch.Tensor:
+        pinned = torch.from_numpy(numbers).pin_memory()
+        return pinned.to(self._device, non_blocking=True)
+
+
+def _keys_of(cells: Cells) -> Int64Array:
+    """What the kernel reads of the weights, in the order that it tells."""
+    keys = np.concatenate(
+        (cells.row_keys, cells.token_keys, cells.head_keys, cells.word_weights)
+    ).view(np.int64)
+    return np.pad(keys, (0, len(keys) % 2))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sum:
+    there: torch.Tensor
+    event: torch.cuda.Event
+
+    def value(self) -> int | None:
+        return int(self.there.item()) % (1 << 64) if self.event.query() else None  # type: ignore[no-untyped-call, unused-ignore]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Segment:
+    """On the device, or on the way there on the digester's stream."""
+
+    table: torch.Tensor
+    keys: torch.Tensor
+    shape: tuple[int, int, int]
+    cell_bytes: int
+    num_words: int
+    part_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Loaded:
+    cells: tuple[Cells, ...]
+    segments: tuple[_Segment, ...]

@@ -1,0 +1,170 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""The sum over cells on a GPU; with `kernel` the only file that imports triton.
+
+Decides how threads share the cells of a part. Refuses to know streams and events, and trusts its
+numbers: `bounds` has checked them. What is summed up is `layout.digests.digest_of`.
+
+Where a cell lies is computed from the table that `kernel` describes, with a unit for each position
+and an offset for each head. What it weighs comes from the keys, one number each:
+
+    [rows] [units] [offsets]   what a cell's weight is mixed from
+    [words]                    what each word of a cell weighs
+"""
+
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+PARTS = {8: tl.uint64, 4: tl.uint32, 2: tl.uint16, 1: tl.uint8}
+
+PROGRAM_WORDS = 2048
+"""Words that a program sums up at a time."""
+_MOST_WORDS = 128
+
+
+@triton.jit
+def mixed(words):
+    """`layout.digests.mixed`."""
+    words = (words ^ (words >> 30)) * 0xBF58476D1CE4E5B9
+    words = (words ^ (words >> 27)) * 0x94D049BB133111EB
+    return words ^ (words >> 31)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_cell",
+        "num_cells",
+        "num_rows",
+        "num_units",
+        "num_offsets",
+        "num_words",
+        "parts_per_cell",
+    ]
+)
+def sum_cells(
+    table,
+    keys,
+    sums,
+    first_cell,
+    num_cells,
+    num_rows,
+    num_units,
+    num_offsets,
+    num_words,
+    parts_per_cell,
+    PART: tl.constexpr,
+    PART_BYTES: tl.constexpr,
+    PARTS_PER_WORD: tl.constexpr,
+    CELLS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Sum up `CELLS` cells per program; each program has a number of its own in `sums`.
+
+    Args:
+        table: int64 tensor of the segment, see `kernel`.
+        keys: int64 tensor, see above.
+        sums: int64 tensor with a number for each program.
+        first_cell: number of the part's first cell in its segment.
+        num_cells: cells of the part.
+        num_rows: rows of the segment.
+        num_units: positions of the segment.
+        num_offsets: heads of the segment.
+        num_words: words of a cell.
+        parts_per_cell: pieces of `PART` that a cell consists of.
+        PART: integer type that is loaded at a time; every address is a multiple of its size.
+        PART_BYTES: that size.
+        PARTS_PER_WORD: as many make a word.
+        CELLS: cells of a program, a power of two.
+        WORDS: words of a cell that are summed up at a time, a power of two.
+    """
+    cell_of_part = tl.program_id(0).to(tl.int64) * CELLS + tl.arange(0, CELLS)
+    present = cell_of_part < num_cells
+    cell = first_cell + cell_of_part
+    unit_of_segment = cell // num_offsets
+    offset = cell - unit_of_segment * num_offsets
+    row = unit_of_segment // num_units
+    unit = unit_of_segment - row * num_units
+
+    offsets_table = table + 2 * num_units
+    rows_table = offsets_table + num_offsets
+    block = tl.load(table + 2 * unit, mask=present, other=0)
+    in_block = tl.load(table + 2 * unit + 1, mask=present, other=0)
+    in_unit = tl.load(offsets_table + offset, mask=present, other=0)
+    row_address = tl.load(rows_table + 2 * row, mask=present, other=0)
+    block_stride = tl.load(rows_table + 2 * row + 1, mask=present, other=0)
+    address = row_address + block * block_stride + in_block + in_unit
+
+    key = tl.load(keys + row, mask=present, other=0)
+    key += tl.load(keys + num_rows + unit, mask=present, other=0)
+    key += tl.load(keys + num_rows + num_units + offset, mask=present, other=0)
+    weight = mixed(key.to(tl.uint64)) | 1
+    word_weights = keys + num_rows + num_units + num_offsets
+
+    value = tl.full([CELLS], 1, tl.int64)
+    cells = address.to(tl.pointer_type(PART))[:, None]
+    for first_word in range(0, num_words, WORDS):
+        word = first_word + tl.arange(0, WORDS)[None, :]
+        bits = tl.zeros([CELLS, WORDS], tl.uint64)
+        for number in tl.static_range(PARTS_PER_WORD):
+            at = word * PARTS_PER_WORD + number
+            here = present[:, None] & (at < parts_per_cell)
+            part = tl.load(cells + at, mask=here, other=0).to(tl.uint64)
+            bits = bits | (part << (8 * PART_BYTES * number))
+        folded = (bits ^ (bits >> 32)).to(tl.int64, bitcast=True)
+        weights = tl.load(word_weights + word, mask=word < num_words, other=0)
+        value += tl.sum(folded * weights, axis=1)
+    weighed = value * weight.to(tl.int64, bitcast=True)
+    total = tl.sum(tl.where(present, weighed, 0), axis=0)
+    tl.store(sums + tl.program_id(0), total)
+
+
+def num_programs(num_cells: int, num_words: int) -> int:
+    """Numbers that `start` needs room for."""
+    cells, _ = _shape(num_words)
+    return -(-num_cells // cells)
+
+
+def start(
+    table,
+    keys,
+    sums,
+    cells: range,
+    shape: tuple[int, int, int],
+    *,
+    cell_bytes: int,
+    num_words: int,
+    part_bytes: int,
+) -> None:
+    """Start summing up on the current device and stream.
+
+    Args:
+        table: int64 tensor of the segment on the device.
+        keys: int64 tensor of what its cells weigh, on the device.
+        sums: int64 tensor of `num_programs` numbers, whose sum modulo 2**64 is the part's.
+        cells: numbers of the cells in their segment.
+        shape: rows, positions and heads of the segment.
+        cell_bytes: bytes of a cell.
+        num_words: words of a cell, the last one padded with zeros.
+        part_bytes: 1, 2, 4 or 8; every address is a multiple of it, and so is `cell_bytes`.
+    """
+    per_program, words = _shape(num_words)
+    sum_cells[(num_programs(len(cells), num_words),)](
+        table,
+        keys,
+        sums,
+        cells.start,
+        len(cells),
+        *shape,
+        num_words,
+        cell_bytes // part_bytes,
+        PART=PARTS[part_bytes],
+        PART_BYTES=part_bytes,
+        PARTS_PER_WORD=8 // part_bytes,
+        CELLS=per_program,
+        WORDS=words,
+    )
+
+
+def _shape(num_words: int) -> tuple[int, int]:
+    """Cells of a program, and words of each that it sums up at a time."""
+    words = min(_MOST_WORDS, 1 << (num_words - 1).bit_length())
+    return PROGRAM_WORDS // words, words
