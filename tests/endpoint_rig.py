@@ -13,6 +13,7 @@ from kvcourier.config import (
     ChannelKeys,
     CourierConfig,
     EndpointConfig,
+    Integrity,
     Limits,
     PathPolicy,
     Posting,
@@ -54,6 +55,7 @@ class Rig:
         posting: Posting = Posting.THREAD,
         allowed_peers: AllowList | None = None,
         keys: ChannelKeys | None = None,
+        integrity: Integrity = Integrity.OFF,
         rank_caches: Mapping[Rank, tuple[RankCache, list[Buffer]]] | None = None,
         **model: object,
     ) -> None:
@@ -74,6 +76,7 @@ class Rig:
                 courier=CourierConfig(staging=staging),
                 allowed_peers=allowed_peers,
                 keys=keys,
+                integrity=integrity,
             ),
             [cache for cache, _ in self.rank_caches.values()],
             transport_factory,

@@ -12,11 +12,11 @@ S4  each request gets at most one terminal report per side, and one release if i
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kv_content import group_of, write_prompt, wrong_cells
-from kvcourier.config import Limits, Timing, TransferMode
+from kvcourier.config import Integrity, Limits, Timing, TransferMode
 from kvcourier.core.commands import (
     Abandon,
     Connect,
@@ -26,12 +26,14 @@ from kvcourier.core.commands import (
     Probe,
     SendMessage,
     SendNotification,
+    TakeDigest,
     Tell,
 )
 from kvcourier.core.endpoint import Endpoint
 from kvcourier.core.events import (
     BlockGroups,
     BlocksReserved,
+    DigestTaken,
     Event,
     HoldBegun,
     MessageReceived,
@@ -70,13 +72,19 @@ from kvcourier.ids import (
 from kvcourier.layout import (
     CacheGeometry,
     GroupGeometries,
+    MemoryKind,
+    Parcel,
+    Region,
     TokenSpan,
+    added,
     bind,
     block_run,
+    cells_of,
     instance_geometries,
     plan_mapping,
 )
-from layout_builders import copy_pieces, make_rank, model_cache
+from kvcourier.transport.copying import digester_for
+from layout_builders import Buffer, copy_pieces, make_rank, model_cache
 
 LIMITS = Limits()
 _PARALLEL = ("tp_size", "pp_size", "layers", "groups")
@@ -98,6 +106,8 @@ class Item:
     """What a WRITE brings along."""
     message: object = None
     """What a message or a notification says."""
+    spoils: bool = False
+    """Whether one bit of what an operation brings comes out wrong, and nobody is told."""
 
     def __repr__(self) -> str:
         return f"{self.kind} {self.sender} -> {self.target}"
@@ -119,6 +129,8 @@ class Side:
     rate: float = 1.0
     life: int = 0
     is_written_to: bool = False
+    integrity: Integrity = Integrity.OFF
+    gives_digests: bool = True
     modes: frozenset[TransferMode] = frozenset(TransferMode)
     endpoints: dict[Rank, Endpoint] = field(default_factory=dict)
     reports: dict[RequestId, dict[Rank, list[Outcome]]] = field(default_factory=dict)
@@ -148,6 +160,7 @@ class Side:
                 self.timing,
                 LIMITS,
                 lambda command: self.is_written_to,
+                integrity=self.integrity,
             )
             for rank in geometries
         }
@@ -289,6 +302,7 @@ class Pair:
         *,
         written_pulls: bool = False,
         continues: bool = True,
+        integrity: Integrity = Integrity.OFF,
     ) -> None:
         self.now = 0.0
         self.continues = continues
@@ -305,6 +319,7 @@ class Pair:
         self.prefill = Side("p", _address("p", 1), timing, prefill or {})
         self.decode = Side("d", _address("d", 2), timing, decode or {})
         self.decode.is_written_to = written_pulls
+        self.decode.integrity = integrity
         self.sides = {"p": self.prefill, "d": self.decode}
         self._lost: dict[Incarnation, InstanceAddress] = {}
         self._hold_ids: dict[str, HoldId] = {}
@@ -596,6 +611,8 @@ class Pair:
                 self._probe(side, rank, peer)
             case PostWrite() | PostRead():
                 self._post(side, rank, command)
+            case TakeDigest():
+                self._take_digest(side, rank, command)
             case Tell(report):
                 self._report(side, rank, report)
             case Abandon() | Disconnect():
@@ -628,7 +645,13 @@ class Pair:
             self._handle(
                 side,
                 me.rank,
-                PeerConnected(address, asked.incarnation, asked.modes, asked.geometries),
+                PeerConnected(
+                    address,
+                    asked.incarnation,
+                    asked.modes,
+                    asked.geometries,
+                    asked.gives_digests,
+                ),
             )
 
     def _post(self, side: Side, rank: Rank, command: PostWrite | PostRead) -> None:
@@ -664,6 +687,8 @@ class Pair:
 
         def land() -> None:
             copy_pieces(pieces, from_group, to_group)
+            if item.spoils:
+                spoil(to_group[1], to_group[0].regions, *pieces.target_table[0, :2].tolist())
             if self._side_of(me) is None:
                 return
             self._handle(side, rank, TransferCompleted(command.operation_id))
@@ -678,12 +703,39 @@ class Pair:
         if writes:
             touches += [(other.name, block) for group in peer_ids for block in group]
         kind, notice = ("write", command.notice) if writes else ("read", None)
-        self.items.append(Item(kind, me, command.peer, land, fail, tuple(touches), notice))
+        item = Item(kind, me, command.peer, land, fail, tuple(touches), notice)
+        self.items.append(item)
         self._handle(
             side,
             rank,
             TransferPosted(command.operation_id, len(pieces), pieces.num_bytes, 0.0, "test"),
         )
+
+    def _take_digest(self, side: Side, rank: Rank, command: TakeDigest) -> None:
+        """Of what the blocks hold when it arrives."""
+        me, cache = side.rank(rank), side.caches[rank][0]
+
+        def take() -> None:
+            if self._side_of(me) is None:
+                return
+            group = command.group
+            blocks = block_run("digest", cache, group, command.block_ids, command.held)
+            cells = cells_of(
+                cache.groups[group], blocks, command.share, command.integrity, command.seed
+            )
+            digester = digester_for(MemoryKind.DRAM, 0, cache.regions)
+            loaded = digester.load(cells)
+            sums = [
+                digester.start(loaded, Parcel(number, 0, each.side.num_pieces)).value()
+                for number, each in enumerate(cells)
+            ]
+            self._handle(side, rank, DigestTaken(command.operation_id, added(sums)))
+
+        def refuse() -> None:
+            if self._side_of(me) is not None:
+                self._handle(side, rank, PostRefused(command.operation_id, "it broke"))
+
+        self.items.append(Item("digest", me, me, take, refuse))
 
     def _check_tile(self, side: Side, rank: Rank, command: PostWrite) -> None:
         """S3: it is written, and was not posted before."""
@@ -728,6 +780,16 @@ class Pair:
             if self._side_of(item.sender) is not None:
                 touched = free.intersection(item.touches)
                 assert not touched, f"S1: {item} is in flight over free blocks {touched}"
+
+
+def spoil(buffers: Sequence[Buffer], regions: Sequence[Region], address: int, size: int) -> None:
+    """Flip one bit in the middle of a range of addresses."""
+    for buffer, region in zip(buffers, regions, strict=True):
+        at = address + size // 2 - region.address
+        if 0 <= at < region.size_bytes:
+            buffer[at] ^= 1
+            return
+    raise AssertionError(f"{address:#x} is in no region")
 
 
 def _address(name: str, port: int) -> InstanceAddress:

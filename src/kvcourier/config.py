@@ -293,6 +293,8 @@ class EndpointConfig:
         side_channel_port: port of the handshake server; 0 takes a free one.
         allowed_peers: instances that may be connected to and may register; None: all.
         keys: proofs of who talks over the side channel; None: nobody proves anything.
+        integrity: how much of what this instance receives is compared with its source; what it
+            sends is compared as its peers ask for.
     """
 
     engine_id: EngineId
@@ -306,6 +308,7 @@ class EndpointConfig:
     courier: CourierConfig = field(default_factory=CourierConfig)
     allowed_peers: AllowList | None = None
     keys: ChannelKeys | None = None
+    integrity: Integrity = Integrity.OFF
 
 
 def side_channel_address(

@@ -18,6 +18,8 @@ from kvcourier.core.messages import (
     CloseStream,
     Collected,
     Computed,
+    Digest,
+    Digested,
     Fail,
     Fenced,
     GrantSlots,
@@ -34,6 +36,7 @@ from kvcourier.core.messages import (
     Renewed,
     RenewItem,
     SenderFields,
+    ShareItem,
     encode,
 )
 from kvcourier.ids import EngineId
@@ -88,6 +91,15 @@ MESSAGES: dict[str, AnyMessage] = {
     "cancel": Cancel(DECODE, NAME, "cmpl-7-0123abcd", [(0, 0), (1, 0)], 2),
     "fenced": Fenced(PREFILL, "cmpl-7-0123abcd", 2),
     "collected": Collected(DECODE, NAME, "cmpl-7-0123abcd", True, [(1, 0)]),
+    "digest": Digest(
+        DECODE,
+        NAME,
+        "cmpl-7-0123abcd",
+        [ShareItem(0, [0, 5], 2, 4, 16, 49)],
+        whole=True,
+        seed=(1 << 60) - 1,
+    ),
+    "digested": Digested(PREFILL, "cmpl-7-0123abcd", 7, [(1 << 64) - 1, 0], "not held any more"),
     "renew": Renew(
         DECODE,
         9,

@@ -147,7 +147,8 @@ def test_fields_with_a_default_may_be_missing_and_others_not(name):
     kind = type(MESSAGES[name])
     for field in msgspec.structs.fields(kind):
         fields = _fields(name)
-        del fields[field.encode_name]
+        # Some are left out where they have their default: the bytes of before.
+        fields.pop(field.encode_name, None)
         taken = is_taken(msgspec.msgpack.encode(fields))
         assert taken is not field.required, f"{name} without {field.name}"
 
@@ -371,6 +372,7 @@ def test_defaults_are_those_of_the_first_version():
     assert {field.name for field in msgspec.structs.fields(Register) if not field.required} == {
         "epoch",
         "reads",
+        "checks",
     }
     assert not _default(Register, "reads")
     assert _default(Landed, "continuation") is None

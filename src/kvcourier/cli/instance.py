@@ -19,6 +19,7 @@ from kvcourier.config import (
     MIB,
     CourierConfig,
     EndpointConfig,
+    Integrity,
     PathPolicy,
     Posting,
     StagingConfig,
@@ -79,6 +80,7 @@ class InstanceSettings:
     kv_lease_duration: float
     push_registration_timeout: float
     peer_silence_s: float
+    kv_integrity: Integrity
     kv_load_failure_policy: LoadFailurePolicy
     kv_recompute_threshold: int
     posting: Posting
@@ -149,6 +151,7 @@ def make_endpoint_config(settings: InstanceSettings) -> EndpointConfig:
         side_channel_port=port,
         allowed_peers=settings.allowed_peers,
         keys=keys,
+        integrity=settings.kv_integrity,
         timing=timing_of(
             settings.kv_lease_duration,
             settings.push_registration_timeout,

@@ -13,7 +13,15 @@ import typer
 from kvcourier.allow_list import parse_allow_list
 from kvcourier.api_keys import api_keys, read_api_keys
 from kvcourier.cli.config_file import ConfigFile
-from kvcourier.config import MIB, CourierConfig, PathPolicy, Posting, Timing, TransferMode
+from kvcourier.config import (
+    MIB,
+    CourierConfig,
+    Integrity,
+    PathPolicy,
+    Posting,
+    Timing,
+    TransferMode,
+)
 from kvcourier.errors import ConfigError
 from kvcourier.layout.geometry import CacheLayout
 
@@ -218,6 +226,13 @@ def serve(
             "stopped or cannot be reached. One that has died is known at once."
         ),
     ] = _TIMING.peer_silence_s,
+    kv_integrity: Annotated[
+        Integrity,
+        typer.Option(
+            help="How much of the KV that has come is compared with its source before it is used: "
+            "nothing, a sample of every transfer, or all of it."
+        ),
+    ] = Integrity.OFF,
     kv_load_failure_policy: Annotated[
         LoadFailurePolicy,
         typer.Option(help="If KV does not come."),
@@ -308,6 +323,7 @@ def serve(
             kv_lease_duration=kv_lease_duration,
             push_registration_timeout=push_registration_timeout,
             peer_silence_s=peer_silence_s,
+            kv_integrity=kv_integrity,
             kv_load_failure_policy=kv_load_failure_policy,
             kv_recompute_threshold=kv_recompute_threshold,
             posting=posting,

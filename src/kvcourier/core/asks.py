@@ -24,8 +24,10 @@ from kvcourier.layout.routes import Route
 class Asks:
     """Turns wants into messages and operations."""
 
-    def __init__(self, space: Workspace, own_address: InstanceAddress) -> None:
+    def __init__(self, space: Workspace, own_address: InstanceAddress, *, checks: bool) -> None:
+        """`checks`: what is written to us will be compared, so holders must keep it."""
         self._space = space
+        self._checks = checks
         self._own_address = own_address
         self._tp_size = 1 + max(rank.tp_rank for rank in space.geometries)
         self._pp_size = len(space.geometries) // self._tp_size
@@ -38,7 +40,7 @@ class Asks:
                 want.address,
                 Register(
                     sender=self._space.sender,
-                    name=_name(want, link),
+                    name=name_of(want, link),
                     request_id=want.request_id,
                     decode_host=self._own_address.host,
                     decode_port=self._own_address.port,
@@ -50,6 +52,7 @@ class Asks:
                     consumers=_pairs(link),
                     epoch=link.asked_epoch,
                     reads=want.reads,
+                    checks=self._checks and not want.reads,
                 ),
             )
         )
@@ -78,7 +81,7 @@ class Asks:
 
     def renewal(self, want: Want, link: Link) -> RenewItem:
         """Keep the hold alive."""
-        return RenewItem(_name(want, link), want.request_id, want.mode is TransferMode.PULL)
+        return RenewItem(name_of(want, link), want.request_id, want.mode is TransferMode.PULL)
 
     def cancel(self, want: Want, link: Link) -> None:
         """Write no more, and say when nothing is in flight.
@@ -88,7 +91,7 @@ class Asks:
         """
         message = Cancel(
             self._space.sender,
-            _name(want, link),
+            name_of(want, link),
             want.request_id,
             _pairs(link),
             link.asked_epoch,
@@ -100,11 +103,12 @@ class Asks:
         """We need nothing more: the KV was READ, or was not needed."""
         self._space.send(
             link.peer,
-            Collected(self._space.sender, _name(want, link), want.request_id, read, _pairs(link)),
+            Collected(self._space.sender, name_of(want, link), want.request_id, read, _pairs(link)),
         )
 
 
-def _name(want: Want, link: Link) -> HoldName:
+def name_of(want: Want, link: Link) -> HoldName:
+    """How a source rank is told which hold is meant."""
     intent = want.intent
     return hold_name(
         transfer_id=intent.transfer_id,

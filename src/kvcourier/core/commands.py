@@ -6,11 +6,12 @@ where nothing comes, a deadline inside the core does.
 
 from dataclasses import dataclass
 
-from kvcourier.config import TransferMode
+from kvcourier.config import Integrity, TransferMode
 from kvcourier.core.events import BlockGroups, OperationId
 from kvcourier.core.messages import AnyMessage, Beat, Cancel, Computed, Landed, Register, span_of
 from kvcourier.core.outcomes import Report
 from kvcourier.ids import InstanceAddress, PeerRank
+from kvcourier.layout.digests import Share
 from kvcourier.layout.geometry import TokenSpan
 from kvcourier.layout.routes import Route
 
@@ -110,8 +111,26 @@ class PostRead:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeDigest:
+    """Sum up a share of a prompt where it lies in our own blocks, which hold the positions `held`.
+
+    Answered by DigestTaken or PostRefused. It only reads, so that nothing waits for it: blocks may
+    be given back after an Abandon.
+    """
+
+    operation_id: OperationId
+    group: int
+    block_ids: BlockGroups
+    held: TokenSpan
+    share: Share
+    integrity: Integrity
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
 class Abandon:
-    """Stop polling an operation: its peer is gone, or its quarantine is over. Not answered."""
+    """Stop polling an operation: its peer is gone, or its quarantine is over; or nobody needs the
+    digest. Not answered."""
 
     operation_id: OperationId
 
@@ -131,6 +150,7 @@ Command = (
     | Probe
     | PostWrite
     | PostRead
+    | TakeDigest
     | Abandon
     | Tell
 )

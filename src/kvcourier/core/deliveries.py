@@ -275,7 +275,8 @@ class Deliveries:
         if delivery.hold.state is HoldState.HELD and self._space.flights.quiet(delivery.owner):
             delivery.advance(DeliveryEvent.COMPLETED)
             rank: Rank = delivery.registration.peer.rank
-            delivery.hold.served[rank] = "written"
+            if not delivery.registration.message.checks:
+                delivery.hold.served[rank] = "written"
             self._note(delivery, "written", to=str(delivery.registration.peer))
 
     def _send_fail(self, delivery: Delivery, *, quiet: bool, held: bool | None = None) -> None:

@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvcourier.allow_list import AllowList
-from kvcourier.config import Limits, Timing
+from kvcourier.config import Integrity, Limits, Timing
 from kvcourier.core.commands import Command
 from kvcourier.core.events import (
     BlockGroups,
     BlocksReserved,
     ConnectFailed,
+    DigestTaken,
     EndpointClosing,
     Event,
     HoldBegun,
@@ -49,6 +50,8 @@ from kvcourier.core.messages import (
     Collected,
     Computed,
     CoreMessage,
+    Digest,
+    Digested,
     Fail,
     Fenced,
     Held,
@@ -63,8 +66,9 @@ from kvcourier.core.stories import StoryEntry
 from kvcourier.core.wanter import Wanter, WritePreference
 from kvcourier.core.wants import WriteTarget
 from kvcourier.core.watch import Watch
+from kvcourier.core.witness import WITNESS
 from kvcourier.core.workspace import Counted, TimerKind, Workspace
-from kvcourier.errors import MappingError
+from kvcourier.errors import LocalProtocolError, MappingError
 from kvcourier.ids import InstanceAddress, PeerRank, Rank, RequestId
 from kvcourier.layout.geometry import GroupGeometries
 
@@ -80,6 +84,7 @@ class Endpoint:
         limits: bounds on what peers may send and make us keep.
         prefers_write: whether what a READ would move should rather be written by its holder.
         allowed_peers: instances that we may have to do with; None: all.
+        integrity: how much of what is received is compared with its source.
     """
 
     def __init__(
@@ -91,12 +96,13 @@ class Endpoint:
         limits: Limits,
         prefers_write: WritePreference = lambda command: False,
         allowed_peers: AllowList | None = None,
+        integrity: Integrity = Integrity.OFF,
     ) -> None:
         self.me = me
         self.quarantine_limit_s = timing.quarantine_limit_s
         self._space = Workspace(me, geometries, timing, limits, allowed_peers)
         self._holder = Holder(self._space)
-        self._wanter = Wanter(self._space, address, prefers_write)
+        self._wanter = Wanter(self._space, address, prefers_write, integrity)
         self._heartbeats = Heartbeats(self._space, self._wanter, address)
         self._watch = Watch(self._space, self._needed_at, self._on_peer_silent)
         self._timer_handlers: Mapping[TimerKind, Callable[[Any], object]] = {
@@ -253,6 +259,8 @@ class Endpoint:
                 self._on_operation_ended(operation_id, reason)
             case TransferCompleted(operation_id):
                 self._on_operation_ended(operation_id, None)
+            case DigestTaken(operation_id, digest):
+                self._on_digest_taken(operation_id, digest)
 
     def _on_message(self, message: CoreMessage) -> None:
         self._watch.heard(message.sender.peer())
@@ -264,6 +272,10 @@ class Endpoint:
                 self._holder.on_cancel(message)
             case Collected():
                 self._holder.on_collected(message)
+            case Digest():
+                self._holder.on_digest(message)
+            case Digested():
+                self._wanter.on_digested(message)
             case Renew():
                 self._holder.on_renew(message)
             case Registered():
@@ -303,6 +315,7 @@ class Endpoint:
                     space.geometries,
                     space.me.rank,
                 )
+                peer.gives_digests = event.gives_digests
             except MappingError as error:
                 self._on_connect_failed(event.address, str(error))
                 return
@@ -399,7 +412,24 @@ class Endpoint:
             # Abandoned before: its answer was already on the way.
             return
         owner = self._space.flights.land(operation_id)
-        if owner[0] == "hold":
-            self._holder.on_landed(owner, reason)
+        match owner[0]:
+            case "hold":
+                self._holder.on_landed(owner, reason)
+            case "want":
+                self._wanter.on_operation_ended(owner, reason)
+            case _ if reason is None:
+                raise LocalProtocolError(f"operation {operation_id}: a digest was expected")
+            case witness if witness == WITNESS:
+                self._holder.on_digest_refused(owner, reason)
+            case _:
+                self._wanter.on_digest_refused(owner, reason)
+
+    def _on_digest_taken(self, operation_id: OperationId, digest: int) -> None:
+        if self._space.flights.owner(operation_id) is None:
+            # Dropped before: it was already on the way.
+            return
+        owner = self._space.flights.land(operation_id)
+        if owner[0] == WITNESS:
+            self._holder.on_digest_taken(owner, operation_id, digest)
         else:
-            self._wanter.on_operation_ended(owner, reason)
+            self._wanter.on_digest_taken(owner, operation_id, digest)

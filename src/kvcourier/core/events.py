@@ -154,6 +154,7 @@ class PeerConnected:
     incarnation: Incarnation
     modes: frozenset[TransferMode]
     geometries: Mapping[Rank, GroupGeometries]
+    gives_digests: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +224,7 @@ class TransferPosted:
 
 @dataclass(frozen=True, slots=True)
 class PostRefused:
-    """Answers PostWrite and PostRead: nothing is in flight for it."""
+    """Answers PostWrite, PostRead and TakeDigest: nothing is in flight for it."""
 
     operation_id: OperationId
     reason: str
@@ -242,6 +243,14 @@ class TransferFailed:
 
     operation_id: OperationId
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DigestTaken:
+    """Answers TakeDigest."""
+
+    operation_id: OperationId
+    digest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,5 +282,6 @@ Event = (
     | PostRefused
     | TransferCompleted
     | TransferFailed
+    | DigestTaken
     | TimePassed
 )

@@ -100,8 +100,8 @@ class RankOffer(msgspec.Struct, frozen=True):
     packs: bool = False
 
 
-class Offer(msgspec.Struct, frozen=True):
-    """Everything an instance tells about itself."""
+class Offer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Everything an instance tells about itself. `digests`: it answers a `Digest`."""
 
     engine_id: Text
     incarnation: Text
@@ -110,6 +110,7 @@ class Offer(msgspec.Struct, frozen=True):
     tp_size: Index
     pp_size: Index
     ranks: list[RankOffer]
+    digests: bool = False
 
 
 class HandshakeRequest(msgspec.Struct, frozen=True, tag="handshake"):
@@ -173,6 +174,7 @@ class PeerInstance:
     pp_size: int
     modes: frozenset[TransferMode]
     ranks: Mapping[Rank, RankContact]
+    digests: bool = False
 
     @property
     def geometries(self) -> dict[Rank, GroupGeometries]:
@@ -303,6 +305,7 @@ def _instance(offer: Offer, limits: Limits) -> PeerInstance:
         pp_size=offer.pp_size,
         modes=frozenset(offer.modes),
         ranks={Rank(*rank.rank): _contact(rank, limits) for rank in offer.ranks},
+        digests=offer.digests,
     )
 
 

@@ -14,7 +14,13 @@ from typing import Any
 from kvcourier.config import TransferMode
 from kvcourier.core.commands import Abandon
 from kvcourier.core.deliveries import Deliveries
-from kvcourier.core.events import BlockGroups, HoldBegun, PrefillAdvanced, PrefillFinished
+from kvcourier.core.events import (
+    BlockGroups,
+    HoldBegun,
+    OperationId,
+    PrefillAdvanced,
+    PrefillFinished,
+)
 from kvcourier.core.holds import (
     Delivery,
     DeliveryKey,
@@ -28,6 +34,7 @@ from kvcourier.core.lifecycle import HOLD, DeliveryState, HoldEvent, HoldState, 
 from kvcourier.core.messages import (
     Cancel,
     Collected,
+    Digest,
     Fenced,
     HoldName,
     Register,
@@ -39,6 +46,7 @@ from kvcourier.core.outcomes import Outcome, Side
 from kvcourier.core.partings import CANCELLED, Parting, Partings, how
 from kvcourier.core.peers import Peer, PeerState
 from kvcourier.core.rendezvous import Rendezvous
+from kvcourier.core.witness import Witness
 from kvcourier.core.workspace import Counted, Owner, TimerKind, Workspace
 from kvcourier.errors import LocalProtocolError
 from kvcourier.ids import Incarnation, InstanceAddress, PeerRank, RequestId, hold_serial
@@ -52,6 +60,7 @@ class Holder:
     def __init__(self, space: Workspace) -> None:
         self._space = space
         self._deliveries = Deliveries(space)
+        self._witness = Witness(space)
         self._holds: dict[RequestId, Hold] = {}
         self._by_delivery: dict[DeliveryKey, Delivery] = {}
         self._waiting: dict[DeliveryKey, Registration] = {}
@@ -240,6 +249,15 @@ class Holder:
         elif not self._ended.served(message.name, peer, RequestId(message.request_id)):
             self._partings.wait(key, message)
 
+    def on_digest(self, message: Digest) -> None:
+        """A wanter's rank has what it wanted, or soon will, and asks what it sums up to."""
+        hold = self._find(message.name, message.sender.peer(), RequestId(message.request_id))
+        if hold is not None and hold.state is HoldState.HELD:
+            self._witness.ask(hold, message)
+        elif not (hold or self._has_yet_to_begin(message.name)):
+            # Otherwise it is asked again.
+            self._witness.refuse(message, "the prefill instance does not hold this KV any more")
+
     def on_renew(self, message: Renew) -> None:
         """A heartbeat: extend the leases it names and say which of them still stand."""
         peer = message.sender.peer()
@@ -255,6 +273,9 @@ class Holder:
                 self._deliveries.repeat_answer(delivery)
             elif delivery is not None and delivery.state is DeliveryState.WRITTEN:
                 served.append(item.request_id)
+                if hold is not None and hold.state is HoldState.HELD:
+                    # Until it has been checked over there.
+                    self._leases.renew(hold.request_id, self._space.now, self._lease_s)
             elif hold is not None and hold.state in (HoldState.COMPUTING, HoldState.HELD):
                 # No answer, once it has waited too long: what was granted before stands.
                 if not self._has_waited_too_long(hold):
@@ -341,6 +362,14 @@ class Holder:
         else:
             self._settle(hold)
 
+    def on_digest_taken(self, owner: Owner, operation_id: OperationId, digest: int) -> None:
+        """One of the digests that a wanter has asked for is there."""
+        self._witness.on_taken(owner, operation_id, digest)
+
+    def on_digest_refused(self, owner: Owner, reason: str) -> None:
+        """One of them cannot be taken."""
+        self._witness.on_refused(owner, reason)
+
     def expire_leases(self) -> None:
         """End every hold whose lease has run out."""
         for request_id in self._leases.take_expired(self._space.now):
@@ -404,7 +433,7 @@ class Holder:
         """What has failed is asked for once more."""
         hold, message = failed.hold, registration.message
         alive = hold.state in (HoldState.COMPUTING, HoldState.HELD)
-        if failed.state is not DeliveryState.FAILED or not alive:
+        if not failed.may_be_repeated or not alive:
             self._deliveries.refuse(registration, failed.reason or "it is not served again")
             return
         epoch = max(message.epoch, failed.epoch + 1)
@@ -519,6 +548,7 @@ class Holder:
     def _end(self, hold: Hold, outcome: Outcome | None, reason: str) -> None:
         """Nobody gets this KV from now on; None where the engine needs no outcome."""
         self._leases.end(hold.request_id)
+        self._witness.end(hold, "the prefill instance does not hold this KV any more")
         self._rendezvous.close(hold.request_id)
         hold.reason = reason
         self._ended.remember(hold)

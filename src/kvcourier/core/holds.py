@@ -97,6 +97,12 @@ class Delivery:
         """Under which its operations fly."""
         return "hold", self.hold.request_id, self.registration.peer
 
+    @property
+    def may_be_repeated(self) -> bool:
+        """Whether it has failed, or what it has brought may have been found wrong."""
+        checked = self.state is DeliveryState.WRITTEN and self.registration.message.checks
+        return checked or self.state is DeliveryState.FAILED
+
     def advance(self, event: DeliveryEvent) -> None:
         """Move on by the table."""
         self.state = step(DELIVERY, self.state, event, self.registration.key)
@@ -116,6 +122,7 @@ class Hold:
         needed: ranks of its instance that take something from ours.
         served: those of them that have it or want it no more, each with how.
         awaited_by: ranks that have asked to keep it, in one life each, and where they listen.
+        asked_by: ranks that have asked what it sums up to.
         forsaken: why the one that may have it will not come any more, if so.
     """
 
@@ -135,6 +142,7 @@ class Hold:
     needed: set[Rank] = field(default_factory=set)
     served: dict[Rank, str] = field(default_factory=dict)
     awaited_by: dict[PeerRank, InstanceAddress] = field(default_factory=dict)
+    asked_by: set[PeerRank] = field(default_factory=set)
     forsaken: str = ""
     reason: str = ""
 

@@ -65,6 +65,7 @@ class WantState(enum.StrEnum):
     REGISTERED = "registered"
     READING = "reading"
     PROVING = "proving"
+    CHECKING = "checking"
     PARTING = "parting"
     QUARANTINED = "quarantined"
     RELEASED = "released"
@@ -80,6 +81,8 @@ class WantEvent(enum.StrEnum):
     READ_POSTED = "read_posted"
     READ_COMPLETED = "read_completed"
     PROVEN = "proven"
+    CHECK_BEGUN = "check_begun"
+    AGREED = "agreed"
     PEER_REPLACED = "peer_replaced"
     NOT_NEEDED = "not_needed"
     ENDED_QUIET = "ended_quiet"
@@ -134,6 +137,7 @@ WANT: Mapping[WantState, Mapping[WantEvent, WantState]] = {
         WantEvent.ACKNOWLEDGED: WantState.REGISTERED,
         WantEvent.READ_POSTED: WantState.READING,
         WantEvent.LANDED: WantState.RELEASED,
+        WantEvent.CHECK_BEGUN: WantState.CHECKING,
         WantEvent.PEER_REPLACED: WantState.CONNECTING,
         WantEvent.ENDED_QUIET: WantState.RELEASED,
         WantEvent.ENDED_IN_FLIGHT: WantState.QUARANTINED,
@@ -141,6 +145,7 @@ WANT: Mapping[WantState, Mapping[WantEvent, WantState]] = {
     WantState.REGISTERED: {
         WantEvent.READ_POSTED: WantState.READING,
         WantEvent.LANDED: WantState.RELEASED,
+        WantEvent.CHECK_BEGUN: WantState.CHECKING,
         WantEvent.ENDED_QUIET: WantState.RELEASED,
         WantEvent.ENDED_IN_FLIGHT: WantState.QUARANTINED,
     },
@@ -151,6 +156,13 @@ WANT: Mapping[WantState, Mapping[WantEvent, WantState]] = {
     },
     WantState.PROVING: {
         WantEvent.PROVEN: WantState.RELEASED,
+        WantEvent.CHECK_BEGUN: WantState.CHECKING,
+        WantEvent.ENDED_QUIET: WantState.RELEASED,
+    },
+    WantState.CHECKING: {
+        WantEvent.AGREED: WantState.RELEASED,
+        WantEvent.REGISTRATION_SENT: WantState.REGISTERING,
+        WantEvent.READ_POSTED: WantState.READING,
         WantEvent.ENDED_QUIET: WantState.RELEASED,
     },
     WantState.PARTING: {WantEvent.ENDED_QUIET: WantState.RELEASED},
@@ -173,6 +185,7 @@ EXITS_BY_TIME: Mapping[enum.StrEnum, str] = {
     WantState.REGISTERED: "push_registration_timeout",
     WantState.READING: "transfer_timeout_s",
     WantState.PROVING: "handshake_timeout_s",
+    WantState.CHECKING: "transfer_timeout_s",
     WantState.PARTING: "handshake_timeout_s",
     WantState.QUARANTINED: "quarantine_limit_s",
 }

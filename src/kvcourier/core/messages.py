@@ -74,15 +74,16 @@ class HoldName(msgspec.Struct, frozen=True):
         return TransferKey(TransferId(self.transfer_id), self.part)
 
 
-class Register(Message, frozen=True, tag="register"):
+class Register(Message, frozen=True, tag="register", omit_defaults=True):
     """Wanter to holder (NIXL notification): write this prompt's KV into my reserved blocks.
 
     Acknowledged by `Registered`, resent until then, idempotent. `request_id` is the wanter's.
     `local_block_ids` cover positions from `first_token` on, one list per cache group; that of a
     group with a sliding window begins with the block of the first position needed.
     `consumers` are all ranks of the wanter that take something from the addressed holder rank;
-    the holder is done with the hold when all of them are served. `reads`: write nothing, but say by
-    `Held` when there is something to READ.
+    the holder is done with the hold when all of them are served. `reads`: write nothing, but say
+    by `Held` when there is something to READ. `checks`: keep the hold until `Collected`, for I am
+    going to ask by `Digest` what it sums up to.
     """
 
     sender: SenderFields
@@ -98,6 +99,7 @@ class Register(Message, frozen=True, tag="register"):
     consumers: list[RankPair]
     epoch: Index = 0
     reads: bool = False
+    checks: bool = False
 
 
 class Registered(Message, frozen=True, tag="registered"):
@@ -202,8 +204,9 @@ class Fenced(Message, frozen=True, tag="fenced"):
 class Collected(Message, frozen=True, tag="collected"):
     """Wanter to holder: this rank has what it wanted, or wants nothing (any more).
 
-    `read` is true where the KV was READ, false where it was not needed (full prefix hit, request
-    refused or aborted). The holder frees the blocks when all `consumers` have said so.
+    `read` is true where the KV was READ, or written and checked, false where it was not needed
+    (full prefix hit, request refused or aborted). The holder frees the blocks when all `consumers`
+    have said so.
     """
 
     sender: SenderFields
@@ -211,6 +214,46 @@ class Collected(Message, frozen=True, tag="collected"):
     request_id: Text
     read: bool
     consumers: list[RankPair]
+
+
+class ShareItem(msgspec.Struct, frozen=True):
+    """Part of a prompt's KV: these global layers and KV heads, in these absolute positions. `group`
+    is the holder's cache group of the layers."""
+
+    group: Index
+    layers: list[Index]
+    head_start: Index
+    head_stop: Index
+    first_token: Index
+    num_tokens: Index
+
+
+class Digest(Message, frozen=True, tag="digest"):
+    """Wanter to holder: what do these shares of a finished prompt sum up to in your blocks?
+
+    Answered by `Digested`, asked again until then. `whole` asks for every cell, else for a sample;
+    `seed` says which, and what each weighs (`layout.digests`). It is new for every try.
+    """
+
+    sender: SenderFields
+    name: HoldName
+    request_id: Text
+    shares: list[ShareItem]
+    whole: bool
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+
+
+class Digested(Message, frozen=True, tag="digested"):
+    """Holder to wanter: a digest for each share of the `Digest` with this seed.
+
+    With a `reason` there are none, nor will be.
+    """
+
+    sender: SenderFields
+    request_id: Text
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+    digests: list[int]
+    reason: Annotated[str, msgspec.Meta(max_length=1024)] = ""
 
 
 class RenewItem(msgspec.Struct, frozen=True):
@@ -335,6 +378,8 @@ CoreMessage = (
     | Cancel
     | Fenced
     | Collected
+    | Digest
+    | Digested
     | Renew
     | Renewed
     | Beat
@@ -394,7 +439,7 @@ def decode(payload: bytes, limits: Limits) -> AnyMessage:
     return message
 
 
-def _check_lengths(message: AnyMessage, limits: Limits) -> None:
+def _check_lengths(message: AnyMessage | ShareItem, limits: Limits) -> None:
     """Bound each list: msgspec checks types and numbers, the limits are configuration."""
     bounds: tuple[tuple[str, int], ...] = (
         ("consumers", limits.max_ranks),
@@ -405,6 +450,8 @@ def _check_lengths(message: AnyMessage, limits: Limits) -> None:
         ("known", limits.max_waiting_registrations),
         ("served", limits.max_waiting_registrations),
         ("unknown", limits.max_waiting_registrations),
+        ("shares", limits.max_layers),
+        ("digests", limits.max_layers),
         ("slots", limits.max_slots),
         ("unused_slots", limits.max_slots),
     )
@@ -414,6 +461,9 @@ def _check_lengths(message: AnyMessage, limits: Limits) -> None:
             raise RemoteProtocolError(f"{field}: at most {limit} entries, found {len(value)}")
     if isinstance(message, OpenStream):
         _check_lengths(message.landed, limits)
+    if isinstance(message, Digest):
+        for share in message.shares:
+            _check_lengths(share, limits)
     for field in ("local_block_ids", "block_ids"):
         for group in getattr(message, field, ()):
             if len(group) > limits.max_block_ids:

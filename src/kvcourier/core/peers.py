@@ -31,6 +31,7 @@ class Peer:
     state: PeerState = PeerState.CONNECTING
     incarnation: Incarnation | None = None
     modes: frozenset[TransferMode] = frozenset()
+    gives_digests: bool = True
     ranks: tuple[Rank, ...] = ()
     routes_to_us: dict[Rank, tuple[Route, ...]] = field(default_factory=dict)
     """What we would take from each of its ranks (we want, it holds)."""

@@ -11,14 +11,16 @@ can touch them.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvcourier.config import TransferMode
+from kvcourier.config import Integrity, TransferMode
 from kvcourier.core.asks import Asks
+from kvcourier.core.checks import Checks
 from kvcourier.core.commands import Abandon, PostRead
 from kvcourier.core.coverage import Coverage
-from kvcourier.core.events import BlocksReserved, WantBegun, groups_of
+from kvcourier.core.events import BlocksReserved, OperationId, WantBegun, groups_of
 from kvcourier.core.lifecycle import WantEvent, WantState
 from kvcourier.core.messages import (
     Computed,
+    Digested,
     Fail,
     Fenced,
     Held,
@@ -38,8 +40,15 @@ from kvcourier.ids import HoldId, InstanceAddress, PeerRank, RequestId
 
 _MAX_CONNECTS = 2
 _AWAITING_PEER = frozenset(
-    {WantState.REGISTERING, WantState.REGISTERED, WantState.READING, WantState.PROVING}
+    {
+        WantState.REGISTERING,
+        WantState.REGISTERED,
+        WantState.READING,
+        WantState.PROVING,
+        WantState.CHECKING,
+    }
 )
+_READ_BEGUN = frozenset({WantState.READING, WantState.PROVING, WantState.CHECKING})
 _BEFORE_BLOCKS = frozenset({WantState.QUEUED, WantState.PARTING})
 _NOT_RENEWED = frozenset({WantState.PARTING, WantState.QUARANTINED})
 _TIMEOUT_REASONS = {
@@ -48,6 +57,7 @@ _TIMEOUT_REASONS = {
     WantState.REGISTERED: "the prefill instance did not deliver in time",
     WantState.READING: "the READ did not end in time",
     WantState.PROVING: "the prefill instance did not confirm in time that it still held the KV",
+    WantState.CHECKING: "integrity: what has come could not be compared in time",
 }
 
 
@@ -59,11 +69,16 @@ class Wanter:
     """All wants of one rank."""
 
     def __init__(
-        self, space: Workspace, own_address: InstanceAddress, prefers_write: WritePreference
+        self,
+        space: Workspace,
+        own_address: InstanceAddress,
+        prefers_write: WritePreference,
+        integrity: Integrity,
     ) -> None:
         self._space = space
         self._prefers_write = prefers_write
-        self._asks = Asks(space, own_address)
+        self._checks = Checks(space, integrity)
+        self._asks = Asks(space, own_address, checks=self._checks.enabled)
         self._repairs = Repairs(space, self._asks, self._read)
         self._wants: dict[RequestId, Want] = {}
         self.on_timer: Mapping[TimerKind, Callable[[Any], None]] = {
@@ -197,7 +212,7 @@ class Wanter:
         if link.received:
             link.may_write = False
         if all(source.received for source in want.sources):
-            self._receive(want, WantEvent.LANDED)
+            self._check_or_receive(want, WantEvent.LANDED)
 
     def write_target(self, message: Landed) -> WriteTarget | None:
         """Where a tile that is announced goes; None unless all of it is expected now.
@@ -232,6 +247,21 @@ class Wanter:
         elif all(source.offer for source in want.sources):
             self._space.cancel_timer(TimerKind.RESEND, want.request_id)
             self._read(want)
+
+    def on_digested(self, message: Digested) -> None:
+        """A source rank says what it holds."""
+        want, link = self._match(message.sender.peer(), message.request_id)
+        if (
+            want is None
+            or link is None
+            or want.state not in _READ_BEGUN
+            or not self._checks.answered(link, message)
+        ):
+            self._ignore()
+        elif message.reason:
+            self._end(want, Outcome.RECEIVE_FAILED, f"integrity: {message.reason}")
+        else:
+            self._judge(want)
 
     def on_fail(self, message: Fail) -> None:
         """A source rank will not write."""
@@ -276,10 +306,11 @@ class Wanter:
         want, link = self._match(peer, request_id)
         if want is None or link is None:
             return
-        pulling = want.reads and want.state in (WantState.READING, WantState.PROVING)
+        pulling = want.reads and want.state in _READ_BEGUN
         # Before its acknowledgement a registration may have been on its way, so "not known" means
         # nothing; so it does where it was asked before that.
-        forgotten = want.state is WantState.REGISTERED and asked_at > want.registered_at
+        registered = want.state in (WantState.REGISTERED, WantState.CHECKING)
+        forgotten = registered and asked_at > want.registered_at
         if pulling or forgotten:
             self._space.counts[Counted.STALE_REFUSED] += 1
             self._end(
@@ -354,6 +385,16 @@ class Wanter:
         else:
             self._release_if_quiet(want)
 
+    def on_digest_taken(self, owner: Owner, operation_id: OperationId, digest: int) -> None:
+        """One of the digests of what we have is there."""
+        want = self._wants[owner[1]]
+        self._checks.took(want, owner, operation_id, digest)
+        self._judge(want)
+
+    def on_digest_refused(self, owner: Owner, reason: str) -> None:
+        """One of them cannot be taken."""
+        self._end(self._wants[owner[1]], Outcome.RECEIVE_FAILED, f"integrity: {reason}")
+
     def beat_items(self, address: InstanceAddress) -> dict[PeerRank, list[RenewItem]]:
         """What to renew with each rank of this peer."""
         wants = [want for want in self._wants.values() if want.address == address]
@@ -418,6 +459,11 @@ class Wanter:
                 self._space.shake_again(want.address, want.mode)
                 return
             problem = _mismatch(want, peer)
+            if self._checks.enabled and not peer.gives_digests:
+                problem = (
+                    "integrity: the prefill instance gives no digests, so nothing can be compared; "
+                    "update it, or turn kv_integrity off here"
+                )
             if problem:
                 self._end(want, Outcome.RECEIVE_FAILED, problem)
             else:
@@ -458,19 +504,47 @@ class Wanter:
         self._space.set_timer(TimerKind.ASK, want.request_id, 0.0)
         for link in want.sources:
             self._asks.read(want, link)
+            if self._checks.enabled:
+                # Summed up there while it is read.
+                link.check = None
+                self._checks.ask(want, link)
         self._space.watch(want.address)
 
     def _prove(self, want: Want) -> None:
         """A READ counts only if every holder still held the KV when it had ended."""
         if all(link.proven_until >= want.read_completed_at for link in want.sources):
-            self._receive(want, WantEvent.PROVEN)
+            self._check_or_receive(want, WantEvent.PROVEN)
+
+    def _check_or_receive(self, want: Want, event: WantEvent) -> None:
+        """All has come. Is it what its holders have?"""
+        if not self._checks.enabled:
+            self._receive(want, event)
+            return
+        want.advance(WantEvent.CHECK_BEGUN)
+        timing = self._space.timing
+        self._space.set_timer(TimerKind.WANT, want.request_id, timing.transfer_timeout_s)
+        self._space.set_timer(TimerKind.RESEND, want.request_id, timing.resend_s)
+        self._checks.begin(want)
+        self._judge(want)
+
+    def _judge(self, want: Want) -> None:
+        """Accept what has come, have it sent again, or give it up; once both sides have told."""
+        verdict = self._checks.verdict(want) if want.state is WantState.CHECKING else None
+        if verdict is None:
+            return
+        self._space.cancel_timer(TimerKind.RESEND, want.request_id)
+        if not verdict.differing:
+            self._receive(want, WantEvent.AGREED)
+        elif not self._repairs.mend(want, verdict.differing, verdict.reason):
+            self._end(want, Outcome.RECEIVE_FAILED, verdict.reason)
 
     def _receive(self, want: Want, event: WantEvent) -> None:
         self._space.tell(
             Side.WANT, want.request_id, Outcome.RECEIVED, continuation=want.continuation
         )
-        # A written-to holder rank knows by itself; one that we READ from or only free does not.
-        self._let_go(want, read=want.reads)
+        # A written-to holder rank knows by itself, unless it waits for our check; one that we READ
+        # from or only free does not.
+        self._let_go(want, read=want.reads or self._checks.enabled)
         self._release(want, event)
 
     def _part(self, want: Want) -> None:
@@ -524,6 +598,7 @@ class Wanter:
 
     def _release(self, want: Want, event: WantEvent) -> None:
         """Give the blocks back: the only place where a wanter does."""
+        self._checks.drop(want)
         had_blocks = want.state not in _BEFORE_BLOCKS
         want.advance(event)
         del self._wants[want.request_id]
@@ -555,6 +630,8 @@ class Wanter:
             for link in want.sources:
                 if not link.acknowledged:
                     self._asks.register(want, link)
+        elif want.state is WantState.CHECKING:
+            self._checks.ask_again(want)
         elif want.state is WantState.QUARANTINED and not want.reads:
             for link in want.sources:
                 if link.may_write:
@@ -569,7 +646,8 @@ class Wanter:
         """Free the holder ranks that do not know by themselves that we need nothing more."""
         for link in want.links.values():
             reads = want.reads and not want.registered
-            if reads or not link.routes or want.state is WantState.PARTING:
+            checked = read and want.state is WantState.CHECKING
+            if reads or checked or not link.routes or want.state is WantState.PARTING:
                 self._asks.let_go(want, link, read=read)
 
     def _match(self, peer: PeerRank, request_id: str) -> tuple[Want | None, Link | None]:

@@ -33,6 +33,29 @@ class Offer:
 
 
 @dataclass(slots=True)
+class Check:
+    """What a source rank's KV sums up to, there and here: a digest per route.
+
+    Attributes:
+        seed: of the question; answers to others mean nothing.
+    """
+
+    seed: int
+    theirs: list[int] | None = None
+    ours: list[int] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether both are known."""
+        return self.theirs is not None and self.ours is not None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether they are equal."""
+        return self.is_over and self.theirs == self.ours
+
+
+@dataclass(slots=True)
 class Link:
     """One source rank of a request.
 
@@ -48,6 +71,7 @@ class Link:
         may_write: whether it may still write into our blocks (push): from our registration until
             all has landed, it is fenced, or it is gone.
         acknowledged: it has our registration.
+        check: whether what has come is what it holds; None before that is asked.
         proven_until: until when, on our clock, it certainly keeps the hold (pull).
     """
 
@@ -61,11 +85,13 @@ class Link:
     asked_epoch: int = 0
     may_write: bool = False
     acknowledged: bool = False
+    check: Check | None = None
     proven_until: float = -math.inf
 
     def expect(self, span: TokenSpan) -> None:
         """Nothing has landed, and all that is needed of `span` is to come."""
         self.computed = False
+        self.check = None
         self.coverage = [Coverage(each.layers, each.needed(span)) for each in self.routes]
 
     def is_earlier(self, epoch: int) -> bool:

@@ -33,6 +33,8 @@ class Counted(enum.StrEnum):
     REGISTRATIONS_RESENT = "registrations_resent"
     REPAIRS = "repairs"
     STALE_REFUSED = "stale_refused"
+    INTEGRITY_FAILURES = "integrity_failures"
+    INTEGRITY_CHECKS = "integrity_checks"
     MESSAGES_IGNORED = "messages_ignored"
     QUARANTINES_EXPIRED = "quarantines_expired"
     PEERS_LOST = "peers_lost"

@@ -25,6 +25,7 @@ from kvcourier.core.commands import (
     Probe,
     SendMessage,
     SendNotification,
+    TakeDigest,
     Tell,
 )
 from kvcourier.core.endpoint import Endpoint
@@ -72,6 +73,7 @@ from kvcourier.layout import PackedSide, RankCache
 from kvcourier.runtime.attention import Attention
 from kvcourier.runtime.block_runs import hand_over
 from kvcourier.runtime.contacts import Contacts
+from kvcourier.runtime.digests import DigestTaker
 from kvcourier.runtime.engine_link import EngineToken, decode_call
 from kvcourier.runtime.metrics import CourierObserver
 from kvcourier.runtime.packed_receiver import PackedReceiver
@@ -171,6 +173,7 @@ class Courier:
             limits,
             clock,
         )
+        self._digests = DigestTaker(cache, clock)
         self._attention = Attention(config)
         self._stopping = False
         self._thread = threading.Thread(
@@ -232,13 +235,15 @@ class Courier:
             self._channel.wake()
             self._thread.join()
         self._transport.close()
+        self._digests.close()
         self._staging.close()
         self._channel.close()
 
     @property
     def busy(self) -> bool:
         """Whether anything is in flight, from here or packed to here, or has yet to happen."""
-        return self._postings.busy or self._receiver.busy or bool(self._unready)
+        parts = (self._postings, self._receiver, self._digests)
+        return any(part.busy for part in parts) or bool(self._unready)
 
     def gauges(self) -> dict[str, int]:
         """Sizes of the core's tables and staging slots in use, by name; from any thread."""
@@ -248,7 +253,7 @@ class Courier:
     def next_deadline(self) -> float | None:
         """When `step` is due at the latest, on the courier's clock; None if nothing waits for
         time. What comes in, or ends, is due at once."""
-        parts = (self.endpoint, self._postings, self._receiver)
+        parts = (self.endpoint, self._postings, self._receiver, self._digests)
         deadlines = (part.next_deadline() for part in parts)
         return min((at for at in deadlines if at is not None), default=None)
 
@@ -314,6 +319,8 @@ class Courier:
             self._handle(event)
         for landed in self._receiver.poll():
             self._handle(MessageReceived(landed))
+        for taken in self._digests.poll():
+            self._handle(taken)
         self._keep_time()
 
     def _keep_time(self) -> None:
@@ -327,9 +334,12 @@ class Courier:
         return self._postings.streaming or self._receiver.busy
 
     def _next_look(self) -> float:
+        due = self._digests.next_deadline()
+        if due is not None:
+            return due
         return self._attention.next_look(
             self._clock(),
-            streaming=self._is_streaming,
+            streaming=self._is_streaming or self._digests.busy,
             posted=self._postings.busy,
         )
 
@@ -387,6 +397,8 @@ class Courier:
         match command:
             case PostWrite() | PostRead():
                 self._events.extend(self._postings.start(command))
+            case TakeDigest():
+                self._events.extend(self._digests.start(command))
             case SendMessage(peer, message):
                 self._send(peer, encode(message))
             case SendNotification(peer, address, message):
@@ -401,6 +413,7 @@ class Courier:
                 self._channel.look_at(peer, timeout_s)
             case Abandon(operation_id):
                 self._postings.abandon(operation_id)
+                self._digests.abandon(operation_id)
 
     def _tell(self, report: Report) -> None:
         if report.outcome is Outcome.RELEASED and report.side is Side.WANT:
@@ -518,7 +531,13 @@ class Courier:
             self._handle(ConnectFailed(address, f"handshake with {address} failed: {error}"))
             return
         self._handle(
-            PeerConnected(address, instance.incarnation, instance.modes, instance.geometries)
+            PeerConnected(
+                address,
+                instance.incarnation,
+                instance.modes,
+                instance.geometries,
+                instance.digests,
+            )
         )
         _log.info("connected to %s, incarnation %s", address, instance.incarnation)
         for rank in self.endpoint.partners(address):

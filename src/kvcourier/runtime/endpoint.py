@@ -138,6 +138,7 @@ class KvEndpoint:
             tp_size=self._tp_size,
             pp_size=self._pp_size,
             ranks=offers,
+            digests=True,
         )
         for courier in self._couriers.values():
             self._surroundings.run(courier)

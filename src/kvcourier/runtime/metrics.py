@@ -185,6 +185,8 @@ HELP: Mapping[str, str] = {
     "registrations_refused": "Registrations answered with a failure.",
     "registrations_resent": "Registrations sent again for want of an acknowledgement.",
     "repairs": "Failed transfers that were tried again, one way or another.",
+    "integrity_checks": "Transfers whose KV was compared with what their source holds.",
+    "integrity_failures": "Transfers of which it differed; none of them was accepted.",
     "stale_refused": "Messages about KV that is no longer, or never was, held or wanted.",
     "messages_ignored": "Well-formed messages that fitted no request.",
     "quarantines_expired": "Memory given back although a silent peer had never confirmed.",

@@ -66,6 +66,7 @@ def open_rank(
             # Asked only once the courier runs.
             lambda command: courier.prefers_write(command),
             config.allowed_peers,
+            config.integrity,
         ),
         cache,
         transport,

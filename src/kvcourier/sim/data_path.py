@@ -96,7 +96,7 @@ class DataPath:
             self._timeline.at(when, lambda part=part: self._land(item, part))  # type: ignore[misc]
         if fate.fails_at is not None:
             self._timeline.at(fate.fails_at, lambda: self._fail(item))
-        return Fate.DELIVER
+        return Fate.CORRUPT if fate.corrupted else Fate.DELIVER
 
     def _arrive(self, item: InFlight, again: bool) -> None:
         """A notification is there; the copy of a doubled one is another item."""

@@ -3,15 +3,24 @@
 Decides how often what is drawn. Refuses to know what follows from it.
 """
 
+import dataclasses
 import random
 from collections.abc import Callable
 
-from kvcourier.config import Binding, Granularity, PathPolicy, StagingConfig, TransferMode
+from kvcourier.config import (
+    Binding,
+    Granularity,
+    Integrity,
+    PathPolicy,
+    StagingConfig,
+    TransferMode,
+)
 from kvcourier.layout import CacheLayout
 from kvcourier.sim.engine import EngineSettings, LoadPolicy
 from kvcourier.sim.faults import (
     Abort,
     Clock,
+    CorruptOperations,
     Crash,
     Delay,
     Duplicate,
@@ -57,6 +66,8 @@ def draw(seed: int) -> Plan:
         for _ in range(chance.choice(_NUM_INCIDENTS))
         for fault in chance.choice(_INCIDENTS)(chance, places, asks)
     ]
+    instances, corruption = _with_integrity(seed, instances, places, asks)
+    faults += corruption
     clocks: dict[str, Fault] = {f.place: f for f in faults if isinstance(f, Clock)}
     others = [fault for fault in faults if not isinstance(fault, Clock)]
     return Plan(
@@ -68,6 +79,23 @@ def draw(seed: int) -> Plan:
         router_cancels=chance.random() < 0.5,
         ends_at=_ENDS_AT,
     )
+
+
+def _with_integrity(
+    seed: int, instances: dict[str, InstanceSettings], places: list[str], asks: list[Ask]
+) -> tuple[dict[str, InstanceSettings], list[Fault]]:
+    """Let some worlds compare what has come, and corrupt it where everything is compared."""
+    # Chance of its own, so that the rest of a world is what its seed has always drawn.
+    chance = random.Random(f"integrity of {seed}")
+    integrity = chance.choice((Integrity.OFF, Integrity.OFF, Integrity.SAMPLE, Integrity.ALL))
+    checked = {
+        place: dataclasses.replace(settings, integrity=integrity)
+        for place, settings in instances.items()
+    }
+    if integrity is not Integrity.ALL:
+        return checked, []
+    draws = chance.choice((0, 1, 2, 4))
+    return checked, [_operation(CorruptOperations)(chance, places, asks) for _ in range(draws)]
 
 
 def _instance(

@@ -85,6 +85,12 @@ class StickOperations(OnTheWay):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CorruptOperations(OnTheWay):
+    """Operations end well, but some bits that they bring are wrong. Only for worlds in which D
+    compares everything: nothing else could notice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Partition(OnTheWay):
     """Nothing gets through this way; what sets out is lost, operations stay until it is over."""
 
@@ -168,6 +174,7 @@ Fault = (
     | RefusePosts
     | FailOperations
     | StickOperations
+    | CorruptOperations
     | Partition
     | Crash
     | Stall

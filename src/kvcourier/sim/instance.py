@@ -12,6 +12,7 @@ from kvcourier.config import (
     ChannelKeys,
     CourierConfig,
     EndpointConfig,
+    Integrity,
     StagingConfig,
     Timing,
     TransferMode,
@@ -97,6 +98,7 @@ class InstanceSettings:
     shape: Shape = field(default_factory=Shape)
     engine: EngineSettings = field(default_factory=EngineSettings)
     staging: StagingConfig = field(default_factory=StagingConfig)
+    integrity: Integrity = Integrity.OFF
 
 
 @dataclass(slots=True)
@@ -189,6 +191,7 @@ class Instance:
                 side_channel_port=self._port,
                 timing=self._timing,
                 courier=CourierConfig(staging=self._settings.staging),
+                integrity=self._settings.integrity,
             ),
             [rank.cache for rank in memory.ranks.values()],
             open_transport,

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvcourier.sim.faults import (
+    CorruptOperations,
     Delay,
     Duplicate,
     FailOperations,
@@ -41,11 +42,13 @@ class OperationFate:
             it ends well.
         fails_at: when it fails; None if it does not.
         refused: it cannot even be posted.
+        corrupted: what it brings is wrong, and nobody is told.
     """
 
     portions: Sequence[tuple[float, float]] = ()
     fails_at: float | None = None
     refused: bool = False
+    corrupted: bool = False
 
 
 class Network:
@@ -107,7 +110,10 @@ class Network:
         if None in until:
             return OperationFate([middle])
         stuck_until = max((at for at in until if at is not None), default=0.0)
-        return OperationFate([middle, (max(now, stuck_until) + seconds, 1.0)])
+        return OperationFate(
+            [middle, (max(now, stuck_until) + seconds, 1.0)],
+            corrupted=any(isinstance(each, CorruptOperations) for each in faults),
+        )
 
     def _covering(self, source: str, target: str) -> list[OnTheWay]:
         now = self._timeline.now

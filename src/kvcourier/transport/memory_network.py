@@ -37,6 +37,9 @@ class Fate(enum.Enum):
     """An operation that ends FAILED with nothing landed; the same as REFUSE for a notification."""
     DROP = "drop"
     """An operation that never ends; a notification that never arrives."""
+    CORRUPT = "corrupt"
+    """An operation that ends well, but one bit of each piece lands flipped; the same as DELIVER for
+    a notification."""
     DUPLICATE = "duplicate"
     """Lands or arrives twice, the second time behind all that is under way."""
 
@@ -53,6 +56,7 @@ class InFlight:
         moves: int64 [n, 3] of (from address, to address, bytes), landed in order.
         num_landed: pieces landed so far.
         held: delivered only by name.
+        is_corrupt: a bit of each piece comes out wrong, and nobody is told.
         is_duplicate: the second of a duplicated operation; nobody holds its handle.
         status: what the initiator sees.
     """
@@ -64,6 +68,7 @@ class InFlight:
     moves: Int64Array | None = None
     num_landed: int = 0
     held: bool = False
+    is_corrupt: bool = False
     is_duplicate: bool = False
     status: TransferStatus = field(default_factory=lambda: TransferStatus(TransferState.IN_FLIGHT))
 
@@ -214,6 +219,7 @@ class MemoryNetwork:
                 self._dropped.append(item)
             case _:
                 item.held = fate is Fate.HOLD
+                item.is_corrupt = fate is Fate.CORRUPT
                 self._pending.append(item)
                 if fate is Fate.DUPLICATE:
                     self._pending.append(replace(item, is_duplicate=True))
@@ -253,6 +259,9 @@ class MemoryNetwork:
         stop = len(moves) if limit is None else min(len(moves), first + limit)
         for origin, address, size in moves[first:stop].tolist():
             ctypes.memmove(address, origin, size)
+            if item.is_corrupt:
+                byte = ctypes.c_ubyte.from_address(address + size // 2)
+                byte.value ^= 1
             landed = Landed(len(self._landed), written, address, size, item.source)
             self._landed.append(landed)
         item.num_landed = stop

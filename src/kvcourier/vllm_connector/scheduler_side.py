@@ -110,6 +110,7 @@ class SchedulerSide:
             tp_size=tp_size,
             pp_size=pp_size,
             ranks=[worker.offer for worker in workers],
+            digests=True,
         )
         for worker in workers:
             self._link.connect(worker.host, worker.port, worker.token)

@@ -18,6 +18,7 @@ from kvcourier.config import (
     CourierConfig,
     EndpointConfig,
     Granularity,
+    Integrity,
     StagingConfig,
     Timing,
     side_channel_address,
@@ -56,6 +57,7 @@ _KNOWN_KEYS = frozenset(
         "kv_lease_duration",
         "push_registration_timeout",
         "peer_silence_s",
+        "kv_integrity",
         "kv_recompute_threshold",
         "transfer_path",
         "staging_mib",
@@ -143,6 +145,7 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
                 _path(extra, "side_channel_peer_keys"),
                 EngineId(transfer.engine_id),
             ),
+            integrity=_choice(extra, "kv_integrity", Integrity.OFF),
             timing=timing,
             courier=CourierConfig(
                 backends=tuple(backends),

@@ -49,6 +49,8 @@ _FROM_CORE: Mapping[str, Counted] = {
     "num_registrations_expired": Counted.REGISTRATIONS_EXPIRED,
     "num_registrations_refused": Counted.REGISTRATIONS_REFUSED,
     "num_repairs": Counted.REPAIRS,
+    "num_integrity_checks": Counted.INTEGRITY_CHECKS,
+    "num_integrity_failures": Counted.INTEGRITY_FAILURES,
     "num_quarantines_expired": Counted.QUARANTINES_EXPIRED,
     "num_peers_lost": Counted.PEERS_LOST,
     "num_peers_silent": Counted.PEERS_SILENT,
@@ -82,6 +84,8 @@ COUNTS: Mapping[str, tuple[str, str]] = {
         HELP[Counted.REGISTRATIONS_REFUSED],
     ),
     "num_repairs": ("kvcourier:repairs", HELP[Counted.REPAIRS]),
+    "num_integrity_checks": ("kvcourier:integrity_checks", HELP[Counted.INTEGRITY_CHECKS]),
+    "num_integrity_failures": ("kvcourier:integrity_failures", HELP[Counted.INTEGRITY_FAILURES]),
     "num_quarantines_expired": (
         "kvcourier:quarantines_expired",
         HELP[Counted.QUARANTINES_EXPIRED],
