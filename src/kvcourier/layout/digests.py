@@ -36,7 +36,9 @@ WORD_BYTES = 8
 GROUP_TOKENS = 16
 """A sample has one position of each so many."""
 MOST_CLASSES = 8
-"""A sample has each of its positions in one of at most so many planes."""
+"""A sample has each of its positions in one plane of at most so many."""
+GROUPS_PER_CLASS = 16
+"""So many groups of positions for each class of planes: a short prompt is looked at more closely."""
 
 _STEP = 0x9E3779B97F4A7C15
 _ROWS, _TOKENS, _HEADS, _WORDS, _CHOICE = range(1, 6)
@@ -95,8 +97,8 @@ def cells_of(
 
     Two caches that hold a share give the same cells, in terms of layers, planes, positions and
     heads. With ALL these are all. With SAMPLE they are one position of each `GROUP_TOKENS`, with
-    all heads, in every `MOST_CLASSES`-th plane or more, so that every plane and every group of
-    positions is looked at; which ones, the seed says.
+    all heads, in all planes of a short prompt and at least in every `MOST_CLASSES`-th of any, so
+    that every plane and every group of positions is looked at; which ones, the seed says.
 
     Args:
         cache: the group of a cache that holds the layers.
@@ -120,6 +122,9 @@ def cells_of(
     heads = np.arange(share.head_start, share.head_stop, dtype=np.int64)
     inner = places.unit_in_block
     slots = np.zeros_like(places.block_of_unit) if inner is None else inner
+    row_keys, head_keys = _drawn(seed, _ROWS, row_names), _drawn(seed, _HEADS, heads)
+    num_words = -(-geometry.cell_bytes // WORD_BYTES)
+    word_weights = _drawn(seed, _WORDS, np.arange(num_words)) | np.uint64(1)
     found = []
     for chosen_rows, chosen in _choices(len(row_names), share.span, integrity, seed):
         at = chosen - share.span.start
@@ -137,11 +142,10 @@ def cells_of(
         found.append(
             Cells(
                 side,
-                _drawn(seed, _ROWS, row_names[chosen_rows]),
+                row_keys[chosen_rows],
                 _drawn(seed, _TOKENS, chosen),
-                _drawn(seed, _HEADS, heads),
-                _drawn(seed, _WORDS, np.arange(-(-geometry.cell_bytes // WORD_BYTES)))
-                | np.uint64(1),
+                head_keys,
+                word_weights,
             )
         )
     return tuple(found)
@@ -207,7 +211,7 @@ def _choices(
     # A product of 32 bits each: drawn evenly from the group's positions.
     within = ((drawn >> np.uint64(32)) * (high - low).astype(np.uint64)) >> np.uint64(32)
     positions = low + within.astype(np.int64)
-    num_classes = min(MOST_CLASSES, num_rows, len(groups))
+    num_classes = min(MOST_CLASSES, num_rows, -(-len(groups) // GROUPS_PER_CLASS))
     for number in range(num_classes):
         turn = (np.arange(len(groups)) + number + seed) % num_classes == 0
         yield rows[number::num_classes], positions[turn]

@@ -108,6 +108,7 @@ class Courier:
         on_report: called on the courier's thread with each report.
         on_death: called on the courier's thread when it ends by an error, kept in `error`.
         engine_token: proves calls of a scheduler in another process; see `engine_link`.
+        takes_digests: what digests need is made at once, and not with the first of them.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Courier:
         on_report: Callable[[Report], None],
         on_death: Callable[[], None],
         engine_token: EngineToken | None = None,
+        takes_digests: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.endpoint = endpoint
@@ -173,7 +175,7 @@ class Courier:
             limits,
             clock,
         )
-        self._digests = DigestTaker(cache, clock)
+        self._digests = DigestTaker(cache, clock, is_expected=takes_digests)
         self._attention = Attention(config)
         self._stopping = False
         self._thread = threading.Thread(

@@ -35,11 +35,19 @@ class _Job:
 class DigestTaker:
     """All digests that one rank takes."""
 
-    def __init__(self, cache: RankCache, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, cache: RankCache, clock: Callable[[], float], *, is_expected: bool = False
+    ) -> None:
+        """With `is_expected`, what the first digest needs is made now.
+
+        Raises ConfigError then, if digests cannot be taken where the cache is.
+        """
         self._cache = cache
         self._clock = clock
         self._digester: Digester | None = None
         self._jobs: deque[_Job] = deque()
+        if is_expected:
+            self._opened().warm_up()
 
     @property
     def busy(self) -> bool:
@@ -116,7 +124,7 @@ class DigestTaker:
         return num_bytes
 
     def _opened(self) -> Digester:
-        """Made when it is first needed: most instances never take one."""
+        """Made when it is first needed: most instances never take a digest."""
         if self._digester is None:
             first = self._cache.regions[0]
             self._digester = digester_for(first.memory, first.device_id, self._cache.regions)

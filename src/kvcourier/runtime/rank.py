@@ -6,7 +6,7 @@ this process (`endpoint`) or its scheduler in another one (`engine_link`).
 
 from collections.abc import Callable, Mapping
 
-from kvcourier.config import EndpointConfig
+from kvcourier.config import EndpointConfig, Integrity
 from kvcourier.core import handshake
 from kvcourier.core.endpoint import Endpoint
 from kvcourier.core.outcomes import Report
@@ -79,6 +79,7 @@ def open_rank(
         on_report=on_report,
         on_death=on_death,
         engine_token=engine_token,
+        takes_digests=config.integrity is not Integrity.OFF,
         clock=surroundings.clock,
     )
     offer = handshake.rank_offer(

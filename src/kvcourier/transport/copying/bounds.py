@@ -24,12 +24,17 @@ def row_bounds(side: PackedSide) -> tuple[Int64Array, Int64Array]:
     first = side.row_address + int(side.piece_offset_bytes.min())
     stop = side.row_address + int(side.piece_offset_bytes.max()) + side.piece_bytes
     # Almost always all rows step alike, and then this is one pass over the units.
-    for stride in np.unique(side.row_block_stride_bytes).tolist():
+    for stride in strides_in(side):
         alike = side.row_block_stride_bytes == stride
         steps = unit_steps(side, stride)
         first[alike] += steps.min()
         stop[alike] += steps.max()
     return first, stop
+
+
+def strides_in(side: PackedSide) -> list[int]:
+    """How the rows step from a block to the next: each of the ways once."""
+    return list(dict.fromkeys(side.row_block_stride_bytes.tolist()))
 
 
 def unit_steps(side: PackedSide, block_stride_bytes: int) -> Int64Array:

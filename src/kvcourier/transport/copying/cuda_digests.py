@@ -17,6 +17,10 @@ from kvcourier.transport.copying.bounds import require_inside, require_parcel
 from kvcourier.transport.copying.cuda import cut_of, table_of
 from kvcourier.transport.copying.interface import LoadedCells, Sum
 
+_WARM_WORDS = (16, 32, 64, 128)
+"""Words of a cell for each kernel that `warm_up` compiles: heads of 64 to 512 lanes of 2 bytes, and
+all longer cells."""
+
 
 class CudaDigester:
     """A `Digester` for a cache on one GPU. Raises ImportError if triton is missing."""
@@ -34,6 +38,28 @@ class CudaDigester:
         # The lowest priority: the engine's kernels go first.
         self._stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call, unused-ignore]
 
+    def warm_up(self) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            for num_words in _WARM_WORDS:
+                memory = torch.zeros(num_words + 8, dtype=torch.int64, device=self._device)
+                # One row, position and head, whose numbers are 0 but for the cell's address.
+                table = torch.zeros(6, dtype=torch.int64, device=self._device)
+                table[3] = memory.data_ptr()
+                count = self._num_programs(1, num_words)
+                sums = torch.empty(count, dtype=torch.int64, device=self._device)
+                self._start(
+                    table,
+                    torch.zeros(num_words + 4, dtype=torch.int64, device=self._device),
+                    sums,
+                    range(1),
+                    (1, 1, 1),
+                    cell_bytes=8 * num_words,
+                    num_words=num_words,
+                    part_bytes=8,
+                )
+                sums.sum()
+            self._stream.synchronize()
+
     def load(self, cells: Sequence[Cells]) -> LoadedCells:
         sides = [each.side for each in cells]
         require_inside(sides, self._regions, MemoryKind.VRAM, self._device_id)
@@ -41,7 +67,7 @@ class CudaDigester:
         segments = tuple(
             _Segment(
                 self._upload(table_of(each.side)),
-                self._upload(_keys_of(each)),
+                self._upload(keys_of(each)),
                 each.side.shape,
                 each.side.piece_bytes,
                 len(each.word_weights),
@@ -87,7 +113,7 @@ class CudaDigester:
         return pinned.to(self._device, non_blocking=True)
 
 
-def _keys_of(cells: Cells) -> Int64Array:
+def keys_of(cells: Cells) -> Int64Array:
     """What the kernel reads of the weights, in the order that it tells."""
     keys = np.concatenate(
         (cells.row_keys, cells.token_keys, cells.head_keys, cells.word_weights)

@@ -19,6 +19,7 @@ from kvcourier.transport.copying.bounds import (
     require_parcel,
     require_slot,
     row_bounds,
+    strides_in,
     unit_steps,
 )
 from kvcourier.transport.copying.interface import Finished, LoadedTables, Ticket
@@ -137,7 +138,7 @@ def rows_of(side: PackedSide) -> tuple[Row, ...]:
     """
     firsts, stops = row_bounds(side)
     items_of: dict[int, tuple[int, Int64Array]] = {}
-    for stride in np.unique(side.row_block_stride_bytes).tolist():
+    for stride in strides_in(side):
         steps = (unit_steps(side, stride)[:, None] + side.piece_offset_bytes).ravel()
         steps -= steps.min()
         item_bytes = int(np.gcd.reduce(steps, initial=side.piece_bytes))

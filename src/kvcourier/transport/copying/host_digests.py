@@ -26,6 +26,10 @@ class HostDigester:
     def __init__(self, regions: Sequence[Region], device_id: int = 0) -> None:
         self._regions = tuple(regions)
         self._device_id = device_id
+        self._scratch = np.empty(self.part_bytes, np.uint8)
+
+    def warm_up(self) -> None:
+        """Nothing is compiled."""
 
     def load(self, cells: Sequence[Cells]) -> LoadedCells:
         sides = [each.side for each in cells]
@@ -36,26 +40,27 @@ class HostDigester:
         held = cast(_Loaded, loaded)
         require_parcel(part, [each.side for each in held.cells])
         cells = held.cells[part.segment]
-        words = _words(cells, held.rows[part.segment], part)
+        words = self._words(cells, held.rows[part.segment], part)
         return _Summed(digest_of(words, cells.weights(part.start, part.stop), cells.word_weights))
 
     def close(self) -> None:
         """Nothing is under way."""
 
-
-def _words(cells: Cells, rows: Sequence[Row], part: Parcel) -> UInt64Array:
-    """The bytes of these cells as words, a row each."""
-    count, cell_bytes = part.stop - part.start, cells.side.piece_bytes
-    packed = np.empty(count * cell_bytes, np.uint8)
-    for items, index, there in parts_of(cells.side, rows, part, packed.ctypes.data):
-        # Indices are known to be inside; with "raise", numpy would copy to and fro once more.
-        np.take(items, index, out=there, mode="clip")
-    by_cell = packed.reshape(count, cell_bytes)
-    if cell_bytes % WORD_BYTES:
-        padded = np.zeros((count, len(cells.word_weights) * WORD_BYTES), np.uint8)
-        padded[:, :cell_bytes] = by_cell
-        by_cell = padded
-    return by_cell.view("<u8")
+    def _words(self, cells: Cells, rows: Sequence[Row], part: Parcel) -> UInt64Array:
+        """The bytes of these cells as words, a row each; good until the next call."""
+        count, cell_bytes = part.stop - part.start, cells.side.piece_bytes
+        if count * cell_bytes > len(self._scratch):
+            self._scratch = np.empty(count * cell_bytes, np.uint8)
+        packed = self._scratch[: count * cell_bytes]
+        for items, index, there in parts_of(cells.side, rows, part, packed.ctypes.data):
+            # Indices are known to be inside; with "raise", numpy would copy to and fro once more.
+            np.take(items, index, out=there, mode="clip")
+        by_cell = packed.reshape(count, cell_bytes)
+        if cell_bytes % WORD_BYTES:
+            padded = np.zeros((count, len(cells.word_weights) * WORD_BYTES), np.uint8)
+            padded[:, :cell_bytes] = by_cell
+            by_cell = padded
+        return by_cell.view("<u8")
 
 
 @dataclass(frozen=True, slots=True)

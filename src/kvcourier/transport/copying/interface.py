@@ -55,6 +55,10 @@ class Digester(Protocol):
     kernels and any copier's.
     """
 
+    def warm_up(self) -> None:
+        """Make the first sum as quick as the others; takes seconds on a GPU, where kernels are
+        compiled. Without it, the first sum does."""
+
     @property
     def part_bytes(self) -> int:
         """How much to sum up at a time: on the host `start` takes as long as its part does."""
