@@ -38,7 +38,8 @@ GROUP_TOKENS = 16
 MOST_CLASSES = 8
 """A sample has each of its positions in one plane of at most so many."""
 GROUPS_PER_CLASS = 16
-"""So many groups of positions for each class of planes: a short prompt is looked at more closely."""
+"""A class of planes for each so many groups of positions: few of a short prompt, which is looked at
+more closely."""
 
 _STEP = 0x9E3779B97F4A7C15
 _ROWS, _TOKENS, _HEADS, _WORDS, _CHOICE = range(1, 6)
