@@ -42,6 +42,7 @@ class Vllm:
         arguments: further flags; the last of a kind wins.
         policy: its `kv_load_failure_policy`.
         extra: its `kv_connector_extra_config`.
+        own: vLLM's own connector of this name instead of ours.
     """
 
     def __init__(
@@ -53,14 +54,17 @@ class Vllm:
         *arguments: str,
         policy: str = "fail",
         extra: Mapping[str, object] | None = None,
+        own: str | None = None,
     ) -> None:
         self.engine_id = engine_id
         self.port, self.kv_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"{engine_id}.log"
-        transfer = {
+        ours = {
             "kv_connector": "CourierConnector",
             "kv_connector_module_path": "kvcourier.vllm_connector",
+        }
+        transfer = (ours if own is None else {"kv_connector": own, "kv_buffer_device": "cpu"}) | {
             "kv_role": role,
             "engine_id": engine_id,
             "kv_load_failure_policy": policy,
@@ -137,16 +141,21 @@ def started(*servers: Vllm) -> Iterator[tuple[Vllm, ...]]:
             server.stop()
 
 
+def spec_of(server: Vllm) -> str:
+    """An instance as a router, or the doctor, is told of it."""
+    return (
+        f"{server.url},engine_id={server.engine_id},kv_host=127.0.0.1,kv_port={server.kv_port},"
+        "tp_size=1"
+    )
+
+
 def routers(pair: tuple[Vllm, Vllm]) -> dict[str, object]:
     """Every way through: two proxies that know only vLLM's keys, and our router."""
     prefill, decode = pair
     known = Prefill(prefill.url, prefill.engine_id, "127.0.0.1", prefill.kv_port)
-    spec = (
-        f"{prefill.url},engine_id={prefill.engine_id},kv_host=127.0.0.1,"
-        f"kv_port={prefill.kv_port},tp_size=1"
-    )
     config = RouterConfig(
-        prefill=(parse_instance_spec(spec),), decode=(parse_instance_spec(decode.url),)
+        prefill=(parse_instance_spec(spec_of(prefill)),),
+        decode=(parse_instance_spec(decode.url),),
     )
     return {
         "pull proxy": pull_proxy(known, decode.url),

@@ -74,9 +74,25 @@ def doctor(
         Path | None,
         typer.Option(metavar="FOLDER", help="Public keys of the instances."),
     ] = None,
+    prompts: Annotated[
+        bool,
+        typer.Option(
+            help="Send short prompts, and fetch their KV; without, nothing but questions."
+        ),
+    ] = True,
+    own_host: Annotated[
+        str,
+        typer.Option(
+            help="Address of this machine as the instances reach it. Default: that of the way "
+            "to each."
+        ),
+    ] = "",
     timeout: Annotated[
         float, typer.Option(min=0.1, max=600, help="Seconds for one question.")
     ] = 5.0,
+    answer_timeout: Annotated[
+        float, typer.Option(min=1, max=3600, help="Seconds for one answer of a model.")
+    ] = 30.0,
     json_file: Annotated[
         str | None,
         typer.Option(
@@ -104,6 +120,8 @@ def doctor(
         130  interrupted
     """
     from kvcourier.api_keys import read_api_keys
+    from kvcourier.cli.own_router import router_opener
+    from kvcourier.doctor.attempts import attempt
     from kvcourier.doctor.checks import judge
     from kvcourier.doctor.findings import exit_code
     from kvcourier.doctor.gather import Question, gather
@@ -114,6 +132,7 @@ def doctor(
     if json_file not in (None, _STDOUT) and not Path(json_file).absolute().parent.is_dir():
         raise ConfigError(f"--json: the folder {Path(json_file).absolute().parent} does not exist")
     own_id = EngineId(engine_id)
+    api_key = None if api_key_file is None else read_api_keys(api_key_file)[0]
     question = Question(
         prefill=_addresses(prefill),
         decode=_addresses(decode),
@@ -121,14 +140,21 @@ def doctor(
         load=Load(tokens, rate, client_timeout),
         modes=tuple(mode or ()),
         timeout_s=timeout,
+        answer_s=answer_timeout,
         keys=read_keys(side_channel_key, side_channel_peer_keys, own_id),
+        secret_key_file=None if side_channel_key is None else str(side_channel_key),
+        peer_keys=None if side_channel_peer_keys is None else str(side_channel_peer_keys),
+        own_host=own_host,
+        api_key=api_key,
         own_id=own_id,
     )
     if not (question.prefill or question.decode or question.router):
         raise ConfigError("doctor: expected --prefill and --decode, or --router, found neither")
-    api_key = None if api_key_file is None else read_api_keys(api_key_file)[0]
     with Pages(api_key, timeout) as pages:
-        findings = judge(gather(question, pages))
+        facts = gather(question, pages)
+        if prompts:
+            facts = attempt(facts, question, pages, router_opener(api_key))
+    findings = judge(facts)
     _show(findings, json_file)
     raise typer.Exit(exit_code(findings))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvcourier.doctor.facts import Facts
 from kvcourier.doctor.findings import Finding
-from kvcourier.doctor.rules import fit, load, nodes, reach, router, timing
+from kvcourier.doctor.rules import fit, load, moving, nodes, reach, router, timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,11 @@ CHECKS: tuple[Check, ...] = (
     Check("lease", "P keeps KV for as long as D's queue lasts", timing.lease),
     Check("waits", "no time-out ends before one that it must outlast", timing.waits),
     Check("clock", "the clocks agree", timing.clock),
+    Check("machine", "what fabric this machine has", moving.machine),
+    Check("nixl", "NIXL moves bytes on this machine", moving.nixl),
+    Check("fetch", "KV comes here, by pull and by push, and is the same", moving.fetch),
+    Check("measured", "what moving it cost", moving.measured),
+    Check("answers", "P and D together answer as P alone", moving.answers),
     Check("full", "no instance is full", load.full),
     Check("runs", "caches are not fragmented", load.runs),
     Check("posting", "posting and wire bear the load", load.posting),

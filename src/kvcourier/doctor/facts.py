@@ -4,14 +4,17 @@ Decides the words between gathering and rules: plain values, each of which may b
 to know where they come from and what they mean.
 """
 
+import dataclasses
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from kvcourier.config import TransferMode
 from kvcourier.core.handshake import PeerInstance
 from kvcourier.core.inquiry import Told
+from kvcourier.doctor.errands import FetchedTwice, NixlTried
 
 
 class Role(enum.StrEnum):
@@ -137,6 +140,87 @@ class InstanceFacts:
         return urlsplit(self.url).hostname or ""
 
 
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrandFacts(Generic[T_co]):
+    """What a process of the doctor's own brought home.
+
+    Attributes:
+        told: its result; None if it did not come back.
+        problem: why not.
+        ways: what UCX said of the transports it took between processes.
+        complaints: UCX's warnings and errors.
+    """
+
+    told: T_co | None
+    problem: str = ""
+    ways: tuple[str, ...] = ()
+    complaints: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFacts:
+    """A tool of this machine: what it tells of, how it was asked, and what it said.
+
+    `exit_code` is None if it did not end.
+    """
+
+    what: str
+    command: str
+    is_installed: bool = False
+    exit_code: int | None = None
+    output: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """The machine where the doctor runs."""
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    rdma_devices: tuple[str, ...] = ()
+    tools: tuple[ToolFacts, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TrialFacts:
+    """A prompt that went through P and D.
+
+    Attributes:
+        prefill, decode: their names.
+        via: the router's URL.
+        problem: why there is no answer; empty if there is one.
+        expected, found: texts of P alone, and through both.
+        num_bytes: that moved meanwhile, by both sides' metrics; None where these come too late.
+        failures: what was counted as a failure meanwhile.
+    """
+
+    mode: TransferMode
+    prefill: str
+    decode: str
+    via: str
+    problem: str = ""
+    expected: str = ""
+    found: str = ""
+    num_bytes: float | None = None
+    failures: tuple[str, ...] = ()
+
+    def with_(self, **changes: Any) -> "TrialFacts":
+        """The same trial, with more known of it."""
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """An instance from which a prompt's KV was fetched twice, or why that was not tried."""
+
+    instance: InstanceFacts
+    result: ErrandFacts[FetchedTwice] | None = None
+    skipped: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class KnownInstance:
     """An instance as a router knows it; `problem` is what the router finds wrong with it."""
@@ -198,6 +282,12 @@ class Facts:
     """Those that shall work; empty: at least one."""
     router: RouterFacts | None = None
     load: Load = field(default_factory=Load)
+    machine: MachineFacts | None = None
+    nixl: ErrandFacts[NixlTried] | None = None
+    visits: tuple[Visit, ...] = ()
+    trials: tuple[TrialFacts, ...] = ()
+    not_tried: tuple[tuple[str, str], ...] = ()
+    """Trials that were not made: (pair, why)."""
 
     @property
     def instances(self) -> tuple[InstanceFacts, ...]:

@@ -54,8 +54,12 @@ class Question:
         load: what users are going to send.
         modes: which shall work; empty: at least one.
         timeout_s: for one page or one question to a side channel.
-        keys: of the side channel; None: none.
+        answer_s: for one answer of a model, or one fetch of KV.
+        keys: of the side channel; None: none. `secret_key_file` and `peer_keys` are where they
+            come from, for a process of the doctor's own.
         own_id: as whom the doctor asks there.
+        own_host: address at which instances find the doctor; empty: that of the way to each.
+        api_key: shown to everybody over HTTP.
     """
 
     prefill: Sequence[Address] = ()
@@ -64,7 +68,12 @@ class Question:
     load: Load = field(default_factory=Load)
     modes: tuple[TransferMode, ...] = ()
     timeout_s: float = 5.0
+    answer_s: float = 30.0
     keys: ChannelKeys | None = None
+    secret_key_file: str | None = None
+    peer_keys: str | None = None
+    own_host: str = ""
+    api_key: str | None = field(default=None, repr=False)
     own_id: EngineId = OWN_ID
 
 

@@ -18,6 +18,12 @@ _STYLES = {
     Severity.WARNING: "yellow",
     Severity.ERROR: "bold red",
 }
+_WORDS = (
+    (Severity.ERROR, "error", "errors"),
+    (Severity.WARNING, "warning", "warnings"),
+    (Severity.NOTE, "note", "notes"),
+    (Severity.OK, "well", "well"),
+)
 _WIDTH = max(len(each) for each in Severity)
 
 
@@ -43,17 +49,22 @@ def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def as_text(findings: Sequence[Finding]) -> Text:
-    """For a terminal: one paragraph a finding, and a last line that sums up."""
+    """For a terminal: what was found, check by check, and a last line that sums up."""
     text = Text()
-    for each in findings:
-        text.append(f"{each.severity.upper():<{_WIDTH}}", _STYLES[each.severity])
-        text.append(f"  {each.check}", "bold")
-        text.append(f"  {each.subject}: {each.evidence}\n")
-        if each.advice:
-            text.append(f"{'':<{_WIDTH}}  -> {each.advice}.\n", "italic")
+    for check in CHECKS:
+        found = [each for each in findings if each.check == check.name]
+        if found:
+            text.append(f"{check.name}: {check.title}?\n", "bold")
+        for each in found:
+            text.append(f"  {each.severity.upper():<{_WIDTH}}", _STYLES[each.severity])
+            text.append(f"  {each.subject}: {each.evidence}\n")
+            if each.advice:
+                text.append(f"  {'':<{_WIDTH}}  -> {each.advice}.\n", "italic")
     counts = Counter(each.severity for each in findings)
     text.append(
-        f"{counts[Severity.ERROR]} errors, {counts[Severity.WARNING]} warnings, "
-        f"{counts[Severity.NOTE]} notes, {counts[Severity.OK]} well"
+        ", ".join(
+            f"{counts[severity]} {word if counts[severity] == 1 else plural}"
+            for severity, word, plural in _WORDS
+        )
     )
     return text

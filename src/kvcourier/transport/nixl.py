@@ -148,6 +148,10 @@ class NixlTransport:
     def agent_name(self) -> AgentName:
         return self._name
 
+    def plugins(self) -> list[str]:
+        """Names of all backends that this NIXL has."""
+        return sorted(self._agent.get_plugin_list())
+
     def register(self, regions: Sequence[Region]) -> None:
         self._require_open()
         check_regions(regions)
@@ -309,7 +313,7 @@ class NixlTransport:
         self._agent = None
 
     def _create_backend(self, name: str, num_threads: int) -> None:
-        plugins = sorted(self._agent.get_plugin_list())
+        plugins = self.plugins()
         if name not in plugins:
             raise ConfigError(
                 f"backends: NIXL has no plugin {name!r}; available: {', '.join(plugins)}"

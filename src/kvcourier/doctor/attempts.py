@@ -1,0 +1,121 @@
+"""From what instances tell to what is tried on them.
+
+Decides which attempts are worth making, in which order, and why one is not made. Refuses to judge
+what comes of them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+from kvcourier.core.handshake import judge
+from kvcourier.doctor import parent
+from kvcourier.doctor.errands import FetchedTwice, FetchTwice, NixlTried, TryNixl
+from kvcourier.doctor.facts import Facts, InstanceFacts, Visit, pair_name
+from kvcourier.doctor.gather import Question
+from kvcourier.doctor.local import look_around
+from kvcourier.doctor.pages import Pages
+from kvcourier.doctor.trial import block_size, make_prompt, modes_of, try_pair
+from kvcourier.errors import KVCourierError
+
+OpenRouter = Callable[[InstanceFacts, InstanceFacts], AbstractContextManager[str]]
+"""Opens a router in front of this pair alone, at the URL that it gives, until the block ends."""
+
+_START_S = 60.0
+"""What importing NIXL may take, with torch, on a busy machine."""
+
+_FULL = 0.95
+_MAX_TOKENS_PER_WORD = 8
+
+
+def attempt(facts: Facts, question: Question, pages: Pages, open_router: OpenRouter) -> Facts:
+    """Try NIXL here, fetch KV from each instance, and send a prompt through each pair; blocks."""
+    backends = {name for one in facts.instances if one.told for name in one.told.about.backends}
+    tried = parent.run(
+        TryNixl(sorted(backends) or ["UCX"]), NixlTried, _START_S + question.timeout_s
+    )
+    facts = dataclasses.replace(facts, machine=look_around(), nixl=tried)
+    works = tried.told is not None and not tried.told.problem
+    visits = tuple(_visit(one, question, works) for one in facts.instances if one.engine.is_ours)
+    facts = dataclasses.replace(facts, visits=visits)
+    return _send_prompts(facts, question, pages, open_router)
+
+
+def _visit(one: InstanceFacts, question: Question, nixl_works: bool) -> Visit:
+    why_not = "NIXL moves no bytes here" if not nixl_works else _why_not(one)
+    modes = modes_of([one])
+    if why_not or not modes or one.told is None or one.place is None:
+        return Visit(one, skipped=why_not or "it takes part in no mode")
+    size = block_size(one)
+    errand = FetchTwice(
+        url=one.url,
+        api_key=question.api_key,
+        model=one.models[0],
+        prompt=make_prompt(size),
+        engine_id=one.told.offer.engine_id,
+        host=one.place.host,
+        port=one.place.port,
+        own_id=question.own_id,
+        secret_key_file=question.secret_key_file,
+        peer_keys=question.peer_keys,
+        own_host=question.own_host,
+        modes=modes,
+        tokens=_MAX_TOKENS_PER_WORD * (size + 32),
+        timeout_s=question.answer_s,
+    )
+    allowed_s = _START_S + len(modes) * 3 * question.answer_s
+    return Visit(one, parent.run(errand, FetchedTwice, allowed_s))
+
+
+def _send_prompts(facts: Facts, question: Question, pages: Pages, open_router: OpenRouter) -> Facts:
+    trials, not_tried = [], []
+    for prefill, decode in facts.pairs:
+        why_not = _why_not(prefill) or _why_not(decode) or _misfit(prefill, decode)
+        if why_not:
+            not_tried.append((pair_name(prefill, decode), why_not))
+            continue
+        modes = [*question.modes] or modes_of((prefill, decode))
+        try:
+            for url in _ways(facts, question, (prefill, decode), open_router):
+                trials += [
+                    try_pair(url, mode, (prefill, decode), pages, question.answer_s)
+                    for mode in modes
+                ]
+        except KVCourierError as error:
+            not_tried.append((pair_name(prefill, decode), str(error)))
+    return dataclasses.replace(facts, trials=tuple(trials), not_tried=tuple(not_tried))
+
+
+def _ways(
+    facts: Facts,
+    question: Question,
+    pair: tuple[InstanceFacts, InstanceFacts],
+    open_router: OpenRouter,
+) -> Iterator[str]:
+    """URLs of routers to this pair: one of our own, and the user's, if it has no other pair."""
+    with open_router(*pair) as url:
+        yield url
+    router = facts.router
+    if router is not None and not router.problem and len(router.instances) == 2:
+        yield router.url
+
+
+def _why_not(one: InstanceFacts) -> str:
+    """Why nothing is tried with an instance; empty if something is."""
+    usage = one.metrics.cache_usage if one.metrics else None
+    if one.problem or one.health != 200 or not one.models:
+        return f"{one.name} does not serve"
+    if one.told is None or one.offer is None:
+        return f"{one.name} has not told of itself"
+    if usage is not None and usage >= _FULL:
+        return f"{one.name} is full"
+    return ""
+
+
+def _misfit(prefill: InstanceFacts, decode: InstanceFacts) -> str:
+    assert prefill.told is not None and decode.told is not None
+    if not set(prefill.models) & set(decode.models):
+        return "they have no model in common"
+    if not judge(prefill.told.offer.facts, decode.told.offer.facts).compatible:
+        return "they do not fit"
+    return "" if modes_of((prefill, decode)) else "they have no mode in common"

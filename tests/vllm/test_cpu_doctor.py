@@ -1,0 +1,82 @@
+"""`kvcourier doctor` against real vLLM: a healthy pair, a connector that is not ours, and a pair of
+which nobody has said where its side channels are."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from .models import write_qwen3
+from .servers import Vllm, needs_vllm, spec_of, started, tokens
+
+ASK_S = 300.0
+pytestmark = needs_vllm
+
+
+@pytest.fixture(scope="module")
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Vllm, Vllm, Vllm]]:
+    """P and D with our connector, and a D with vLLM's."""
+    folder = tmp_path_factory.mktemp("vllm")
+    model = write_qwen3(folder / "model")
+    servers = (
+        Vllm("p", "kv_producer", model, folder),
+        Vllm("d", "kv_consumer", model, folder),
+        Vllm("theirs", "kv_consumer", model, folder, own="NixlConnector"),
+    )
+    with started(*servers):
+        yield servers
+
+
+def visit(*flags: str) -> tuple[int, dict[tuple[str, str], list[str]]]:
+    """The exit code, and evidence by check and severity."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvcourier", "doctor", *flags, "--json", "-"],
+        capture_output=True,
+        text=True,
+        timeout=ASK_S,
+    )
+    assert ended.returncode in (0, 1, 3), ended.stderr
+    found: dict[tuple[str, str], list[str]] = {}
+    for each in json.loads(ended.stdout)["findings"]:
+        found.setdefault((each["check"], each["severity"]), []).append(each["evidence"])
+    return ended.returncode, found
+
+
+def test_a_healthy_pair_has_no_trouble(trio: tuple[Vllm, Vllm, Vllm]) -> None:
+    prefill, decode, _ = trio
+    code, found = visit(
+        f"--prefill={spec_of(prefill)}",
+        f"--decode={spec_of(decode)}",
+        "--client-timeout=600",
+        "--answer-timeout=60",
+    )
+    assert {key: told for key, told in found.items() if key[1] in ("warning", "error")} == {}
+    assert code == 0
+    assert found["connector", "ok"] == ["vLLM with CourierConnector"] * 2
+    assert sum("brought the same" in each for each in found["fetch", "ok"]) == 2
+    assert len(found["answers", "ok"]) == 2
+    for server in (prefill, decode):
+        assert server.metric("vllm:nixl_num_failed_transfers_total") == 0
+        assert server.metric("vllm:nixl_num_kv_expired_reqs_total") == 0
+
+
+def test_without_coordinates_what_was_not_asked_is_said(trio: tuple[Vllm, Vllm, Vllm]) -> None:
+    prefill, decode, _ = trio
+    code, found = visit(f"--prefill={prefill.url}", f"--decode={decode.url}")
+    assert code == 0
+    assert len(found["side-channel", "note"]) == 2
+
+
+def test_vllms_own_connector_is_named_and_left_alone(trio: tuple[Vllm, Vllm, Vllm]) -> None:
+    prefill, _, theirs = trio
+    code, found = visit(f"--prefill={spec_of(prefill)}", f"--decode={spec_of(theirs)}")
+    assert code == 1
+    (evidence,) = found["connector", "error"]
+    assert "vLLM with its own NixlConnector" in evidence
+    assert ("side-channel", "error") not in found
+    assert theirs.process.poll() is None
+    prompt = list(range(5, 40))
+    assert tokens(theirs.url, prompt) == tokens(prefill.url, prompt)
+    assert "Traceback" not in theirs.log.read_text()
