@@ -222,7 +222,7 @@ def measure_digests(options: argparse.Namespace) -> dict[str, Any]:
         address = kept.ctypes.data
     cache = describe(address, options.layers, 2 * blocks, memory)
     digester = digester_for(memory, 0, cache.regions)
-    digester.warm_up()
+    digester.warm_up({cache.geometry.cell_bytes})
     order = np.array(random.Random(options.seed).sample(range(2 * blocks), blocks), np.int64)
     share = Share(cache.geometry.layers, 0, NUM_HEADS, TokenSpan(0, blocks * BLOCK_SIZE))
 

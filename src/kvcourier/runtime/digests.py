@@ -47,7 +47,7 @@ class DigestTaker:
         self._digester: Digester | None = None
         self._jobs: deque[_Job] = deque()
         if is_expected:
-            self._opened().warm_up()
+            self._opened().warm_up({each.cell_bytes for each in cache.geometries})
 
     @property
     def busy(self) -> bool:

@@ -3,23 +3,20 @@
 Decides what is uploaded. Never waits for the device, only in `warm_up` and `close`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import cast
 
 import numpy as np
 import torch
 
-from kvcourier.layout.digests import Cells
+from kvcourier.layout.digests import WORD_BYTES, Cells
 from kvcourier.layout.geometry import Int64Array, MemoryKind, Region
 from kvcourier.layout.packing import Parcel
 from kvcourier.transport.copying.bounds import require_inside, require_parcel
 from kvcourier.transport.copying.cuda import cut_of, table_of
 from kvcourier.transport.copying.interface import LoadedCells, Sum
-
-_WARM_WORDS = (16, 32, 64, 128)
-"""Words of a cell for each kernel that `warm_up` compiles: heads of 64 to 512 lanes of 2 bytes, and
-all longer cells."""
 
 
 class CudaDigester:
@@ -38,9 +35,9 @@ class CudaDigester:
         # The lowest priority: the engine's kernels go first.
         self._stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call, unused-ignore]
 
-    def warm_up(self) -> None:
+    def warm_up(self, cell_bytes: Collection[int]) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            for num_words in _WARM_WORDS:
+            for num_words in {-(-each // WORD_BYTES) for each in cell_bytes}:
                 memory = torch.zeros(num_words + 8, dtype=torch.int64, device=self._device)
                 # One row, position and head, whose numbers are 0 but for the cell's address.
                 table = torch.zeros(6, dtype=torch.int64, device=self._device)
@@ -53,9 +50,9 @@ class CudaDigester:
                     sums,
                     range(1),
                     (1, 1, 1),
-                    cell_bytes=8 * num_words,
+                    cell_bytes=WORD_BYTES * num_words,
                     num_words=num_words,
-                    part_bytes=8,
+                    part_bytes=WORD_BYTES,
                 )
                 sums.sum()
             self._stream.synchronize()
@@ -64,16 +61,22 @@ class CudaDigester:
         sides = [each.side for each in cells]
         require_inside(sides, self._regions, MemoryKind.VRAM, self._device_id)
         self._bind()
+        numbers = [part for each in cells for part in (table_of(each.side), keys_of(each))]
+        edges = np.cumsum([0, *map(len, numbers)]).tolist()
+        # torch gives device memory out again to the same stream only, so that all of it may be
+        # dropped while sums are under way.
+        there = self._upload(np.concatenate(numbers))
+        parts = [there[start:stop] for start, stop in pairwise(edges)]
         segments = tuple(
             _Segment(
-                self._upload(table_of(each.side)),
-                self._upload(keys_of(each)),
+                table,
+                keys,
                 each.side.shape,
                 each.side.piece_bytes,
                 len(each.word_weights),
                 cut_of(each.side).word_bytes,
             )
-            for each in cells
+            for each, table, keys in zip(cells, parts[::2], parts[1::2], strict=True)
         )
         return LoadedCells(_Loaded(tuple(cells), segments))
 

@@ -36,7 +36,6 @@ def mixed(words):
         "num_rows",
         "num_units",
         "num_offsets",
-        "num_words",
         "parts_per_cell",
     ]
 )
@@ -49,8 +48,8 @@ def sum_cells(
     num_rows,
     num_units,
     num_offsets,
-    num_words,
     parts_per_cell,
+    NUM_WORDS: tl.constexpr,
     PART: tl.constexpr,
     PART_BYTES: tl.constexpr,
     PARTS_PER_WORD: tl.constexpr,
@@ -68,15 +67,15 @@ def sum_cells(
         num_rows: rows of the segment.
         num_units: positions of the segment.
         num_offsets: heads of the segment.
-        num_words: words of a cell.
         parts_per_cell: pieces of `PART` that a cell consists of.
+        NUM_WORDS: words of a cell.
         PART: integer type that is loaded at a time; every address is a multiple of its size.
         PART_BYTES: that size.
         PARTS_PER_WORD: as many make a word.
         CELLS: cells of a program, a power of two.
         WORDS: words of a cell that are summed up at a time, a power of two.
     """
-    cell_of_part = tl.program_id(0).to(tl.int64) * CELLS + tl.arange(0, CELLS)
+    cell_of_part = tl.program_id(0) * CELLS + tl.arange(0, CELLS)
     present = cell_of_part < num_cells
     cell = first_cell + cell_of_part
     unit_of_segment = cell // num_offsets
@@ -101,7 +100,7 @@ def sum_cells(
 
     value = tl.full([CELLS], 1, tl.int64)
     cells = address.to(tl.pointer_type(PART))[:, None]
-    for first_word in range(0, num_words, WORDS):
+    for first_word in tl.static_range(0, NUM_WORDS, WORDS):
         word = first_word + tl.arange(0, WORDS)[None, :]
         bits = tl.zeros([CELLS, WORDS], tl.uint64)
         for number in tl.static_range(PARTS_PER_WORD):
@@ -110,7 +109,7 @@ def sum_cells(
             part = tl.load(cells + at, mask=here, other=0).to(tl.uint64)
             bits = bits | (part << (8 * PART_BYTES * number))
         folded = (bits ^ (bits >> 32)).to(tl.int64, bitcast=True)
-        weights = tl.load(word_weights + word, mask=word < num_words, other=0)
+        weights = tl.load(word_weights + word, mask=word < NUM_WORDS, other=0)
         value += tl.sum(folded * weights, axis=1)
     weighed = value * weight.to(tl.int64, bitcast=True)
     total = tl.sum(tl.where(present, weighed, 0), axis=0)
@@ -154,8 +153,8 @@ def start(
         cells.start,
         len(cells),
         *shape,
-        num_words,
         cell_bytes // part_bytes,
+        NUM_WORDS=num_words,
         PART=PARTS[part_bytes],
         PART_BYTES=part_bytes,
         PARTS_PER_WORD=8 // part_bytes,

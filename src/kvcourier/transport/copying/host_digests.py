@@ -4,7 +4,7 @@ Decides how cells become rows of words: copied together first, a part that a pro
 holds at a time, as numpy adds up evenly spaced words only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -28,7 +28,7 @@ class HostDigester:
         self._device_id = device_id
         self._scratch = np.empty(self.part_bytes, np.uint8)
 
-    def warm_up(self) -> None:
+    def warm_up(self, cell_bytes: Collection[int]) -> None:
         """Nothing is compiled."""
 
     def load(self, cells: Sequence[Cells]) -> LoadedCells:

@@ -5,7 +5,7 @@ Decides the verbs and their errors. Refuses to know about requests, peers and wh
 Threading: all calls on one copier come from one thread, the courier's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
@@ -55,9 +55,11 @@ class Digester(Protocol):
     kernels and any copier's.
     """
 
-    def warm_up(self) -> None:
-        """Make the first sum as quick as the others; takes seconds on a GPU, where kernels are
-        compiled. Without it, the first sum does."""
+    def warm_up(self, cell_bytes: Collection[int]) -> None:
+        """Make the first sum over cells of these sizes as quick as the others.
+
+        Takes seconds on a GPU, where kernels are compiled. Without it, the first sum does.
+        """
 
     @property
     def part_bytes(self) -> int:
