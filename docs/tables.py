@@ -22,6 +22,7 @@ from typer.models import ArgumentInfo
 from kvcourier.cli.bench import bench_ablate, bench_compare, bench_sweep
 from kvcourier.cli.demo import demo
 from kvcourier.cli.doctor import doctor
+from kvcourier.cli.drain import drain
 from kvcourier.cli.probe import probe
 from kvcourier.cli.route import route
 from kvcourier.cli.serve import serve
@@ -36,7 +37,7 @@ from kvcourier.router.config import RouterConfig, RouterLimits, Timeouts
 
 PAGE = Path(__file__).with_name("configuration.md")
 COMMANDS: tuple[Callable[..., None], ...] = (
-    *(serve, route, doctor, probe, story, demo, trial, vllm_config),
+    *(serve, route, drain, doctor, probe, story, demo, trial, vllm_config),
     *(bench_sweep, bench_compare, bench_ablate),
 )
 SETTINGS: tuple[type, ...] = (

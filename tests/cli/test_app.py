@@ -19,7 +19,7 @@ from kvcourier.config import TransferMode
 from kvcourier.errors import ConfigError, PeerLost
 from kvcourier.probe.run import ProbeConfig, ProbeResult, Spread
 
-COMMANDS = ("demo", "serve", "route", "probe", "story")
+COMMANDS = ("demo", "serve", "route", "probe", "story", "drain")
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from kvcourier.cli.bench import bench
 from kvcourier.cli.demo import demo
 from kvcourier.cli.doctor import doctor
+from kvcourier.cli.drain import drain
 from kvcourier.cli.probe import probe
 from kvcourier.cli.route import route
 from kvcourier.cli.serve import serve
@@ -104,7 +105,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, serve, route, doctor, probe, story, trial, vllm_config):
+for command in (demo, serve, route, drain, doctor, probe, story, trial, vllm_config):
     app.command()(command)
 app.add_typer(bench, name="bench")
 
