@@ -13,12 +13,12 @@ from kvcourier.config import TransferMode
 from kvcourier.doctor import parent
 from kvcourier.doctor.errands import Fetched, FetchedTwice, Measured, NixlTried, TryNixl
 from kvcourier.doctor.facts import (
+    AnswerFacts,
     ErrandFacts,
     Facts,
     MachineFacts,
     Role,
     ToolFacts,
-    TrialFacts,
     Visit,
 )
 from kvcourier.doctor.findings import Severity
@@ -34,7 +34,7 @@ ERROR, WARNING, NOTE, OK = (
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 BOTH = [Fetched(PULL, "", 40, 0.1), Fetched(PUSH, "", 40, 0.1)]
 SAME = Compared(num_bytes=4096, differing=0, untouched=0, outside=0)
-TRIAL = TrialFacts(PUSH, "P p", "D d", "http://r", expected="a b", found="a b", num_bytes=10.0)
+TRIAL = AnswerFacts(PUSH, "P p", "D d", "http://r", expected="a b", found="a b", num_bytes=10.0)
 
 
 def visited(**changes: object) -> Facts:
@@ -45,13 +45,13 @@ def visited(**changes: object) -> Facts:
 
 def tried(**changes: object) -> Facts:
     """A pair through which a prompt went."""
-    return healthy(trials=(dataclasses.replace(TRIAL, **changes),))
+    return healthy(answers=(dataclasses.replace(TRIAL, **changes),))
 
 
 def test_all_well() -> None:
     facts = dataclasses.replace(
         visited(measured=Measured(512, 2048, 0.001, 0.002)),
-        trials=(TRIAL,),
+        answers=(TRIAL,),
         nixl=ErrandFacts(NixlTried(plugins=["UCX"], version="1.5.1")),
         machine=MachineFacts(tools=(ToolFacts("EFA", "fi_info -p efa"),)),
     )

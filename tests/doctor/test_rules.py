@@ -116,7 +116,14 @@ def test_a_local_address_behind_a_public_url() -> None:
 
 @pytest.mark.parametrize(
     ("host", "expected"),
-    [("localhost", True), ("127.3.2.1", True), ("::1", True), ("[::1]", True), ("10.0.0.1", False)],
+    [
+        ("localhost", True),
+        ("127.3.2.1", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("0.0.0.0", True),
+        ("10.0.0.1", False),
+    ],
 )
 def test_hosts_that_name_who_asks(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected

@@ -6,23 +6,29 @@ are spoilt: that is `inputs`.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from core.golden_messages import FACTS, MESSAGES, OFFER, payloads
+from core.test_inquiry import ABOUT
+from doctor.planted import healthy, instance
 from fuzz.inputs import JSON, MSGPACK, Codec
 from fuzz.meter import MAX_CALLS
 from kvcourier.config import Binding, Limits, TransferMode
+from kvcourier.core import inquiry
 from kvcourier.core.handshake import (
     HandshakeAccepted,
     HandshakeRefused,
     answer,
+    check_offer,
     read_answer,
 )
 from kvcourier.core.messages import REGISTRATION_PREFIX, decode, encode
 from kvcourier.core.params import HoldIntent, PullIntent, PushIntent, parse_params
 from kvcourier.core.peers import Peer
+from kvcourier.doctor.checks import judge
+from kvcourier.doctor.facts import Role
 from kvcourier.errors import (
     HandshakeRejected,
     MappingError,
@@ -192,6 +198,29 @@ def read_request(payload: bytes) -> bool:
     return True
 
 
+def read_inquiry(payload: bytes) -> bool:
+    """An inquiry is answered, and so is a handshake at the same place, or dropped."""
+    try:
+        reply = inquiry.answer(payload, OFFER, ABOUT)
+    except RemoteProtocolError as error:
+        return _refused(error)
+    kinds = HandshakeAccepted | HandshakeRefused | inquiry.Told
+    assert msgspec.msgpack.decode(reply, type=kinds)
+    return True
+
+
+def read_told(payload: bytes) -> bool:
+    """What an instance tells a doctor is refused, or the doctor can judge it."""
+    try:
+        told = inquiry.read_told(payload, LIMITS.max_message_bytes)
+        offer = check_offer(told.offer, LIMITS)
+    except (HandshakeRejected, RemoteProtocolError) as error:
+        return _refused(error)
+    seen = replace(instance(Role.PREFILL), told=told, offer=offer)
+    assert judge(healthy(prefill=(seen,)))
+    return True
+
+
 _OURS = one_group(instance_geometries(model_cache(), 1))
 
 
@@ -319,6 +348,8 @@ PURE: Sequence[Target] = (
         MSGPACK,
         read_offer,
     ),
+    Target("inquiry", [inquiry.inquire()], MSGPACK, read_inquiry),
+    Target("told", [inquiry.answer(inquiry.inquire(), OFFER, ABOUT)], MSGPACK, read_told),
     Target("kv_transfer_params", _json(HANDOFF, EARLY, HOLD), JSON, read_params),
     Target("engine calls", [msgspec.msgpack.encode(each) for each in CALLS], MSGPACK, read_call),
     Target("router: body", _json(*BODIES), JSON, read_router_body),

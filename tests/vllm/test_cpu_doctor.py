@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,17 +17,30 @@ pytestmark = needs_vllm
 
 
 @pytest.fixture(scope="module")
-def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Vllm, Vllm, Vllm]]:
-    """P and D with our connector, and a D with vLLM's."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the model that all of them serve."""
     folder = tmp_path_factory.mktemp("vllm")
-    model = write_qwen3(folder / "model")
+    write_qwen3(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Iterator[tuple[Vllm, Vllm]]:
+    """P and D with our connector."""
     servers = (
-        Vllm("p", "kv_producer", model, folder),
-        Vllm("d", "kv_consumer", model, folder),
-        Vllm("theirs", "kv_consumer", model, folder, own="NixlConnector"),
+        Vllm("p", "kv_producer", folder / "model", folder),
+        Vllm("d", "kv_consumer", folder / "model", folder),
     )
     with started(*servers):
         yield servers
+
+
+@pytest.fixture(scope="module")
+def theirs(pair: tuple[Vllm, Vllm], folder: Path) -> Iterator[Vllm]:
+    """A D with vLLM's connector; started when the pair is up, as starting takes all cores."""
+    server = Vllm("theirs", "kv_consumer", folder / "model", folder, own="NixlConnector")
+    with started(server):
+        yield server
 
 
 def visit(*flags: str) -> tuple[int, dict[tuple[str, str], list[str]]]:
@@ -44,8 +58,8 @@ def visit(*flags: str) -> tuple[int, dict[tuple[str, str], list[str]]]:
     return ended.returncode, found
 
 
-def test_a_healthy_pair_has_no_trouble(trio: tuple[Vllm, Vllm, Vllm]) -> None:
-    prefill, decode, _ = trio
+def test_a_healthy_pair_has_no_trouble(pair: tuple[Vllm, Vllm]) -> None:
+    prefill, decode = pair
     code, found = visit(
         f"--prefill={spec_of(prefill)}",
         f"--decode={spec_of(decode)}",
@@ -62,15 +76,15 @@ def test_a_healthy_pair_has_no_trouble(trio: tuple[Vllm, Vllm, Vllm]) -> None:
         assert server.metric("vllm:nixl_num_kv_expired_reqs_total") == 0
 
 
-def test_without_coordinates_what_was_not_asked_is_said(trio: tuple[Vllm, Vllm, Vllm]) -> None:
-    prefill, decode, _ = trio
+def test_without_coordinates_what_was_not_asked_is_said(pair: tuple[Vllm, Vllm]) -> None:
+    prefill, decode = pair
     code, found = visit(f"--prefill={prefill.url}", f"--decode={decode.url}")
     assert code == 0
     assert len(found["side-channel", "note"]) == 2
 
 
-def test_vllms_own_connector_is_named_and_left_alone(trio: tuple[Vllm, Vllm, Vllm]) -> None:
-    prefill, _, theirs = trio
+def test_vllms_own_connector_is_named_and_left_alone(pair: tuple[Vllm, Vllm], theirs: Vllm) -> None:
+    prefill, _ = pair
     code, found = visit(f"--prefill={spec_of(prefill)}", f"--decode={spec_of(theirs)}")
     assert code == 1
     (evidence,) = found["connector", "error"]

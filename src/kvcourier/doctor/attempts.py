@@ -11,11 +11,11 @@ from contextlib import AbstractContextManager
 from kvcourier.core.handshake import judge
 from kvcourier.doctor import parent
 from kvcourier.doctor.errands import FetchedTwice, FetchTwice, NixlTried, TryNixl
-from kvcourier.doctor.facts import Facts, InstanceFacts, Visit, pair_name
+from kvcourier.doctor.facts import AnswerFacts, Facts, InstanceFacts, Visit, pair_name
 from kvcourier.doctor.gather import Question
 from kvcourier.doctor.local import look_around
 from kvcourier.doctor.pages import Pages
-from kvcourier.doctor.trial import block_size, make_prompt, modes_of, try_pair
+from kvcourier.doctor.prompting import block_size, make_prompt, modes_of, try_pair
 from kvcourier.errors import KVCourierError
 
 OpenRouter = Callable[[InstanceFacts, InstanceFacts], AbstractContextManager[str]]
@@ -68,7 +68,8 @@ def _visit(one: InstanceFacts, question: Question, nixl_works: bool) -> Visit:
 
 
 def _send_prompts(facts: Facts, question: Question, pages: Pages, open_router: OpenRouter) -> Facts:
-    trials, not_tried = [], []
+    answers: list[AnswerFacts] = []
+    not_tried: list[tuple[str, str]] = []
     for prefill, decode in facts.pairs:
         why_not = _why_not(prefill) or _why_not(decode) or _misfit(prefill, decode)
         if why_not:
@@ -77,13 +78,13 @@ def _send_prompts(facts: Facts, question: Question, pages: Pages, open_router: O
         modes = [*question.modes] or modes_of((prefill, decode))
         try:
             for url in _ways(facts, question, (prefill, decode), open_router):
-                trials += [
+                answers += [
                     try_pair(url, mode, (prefill, decode), pages, question.answer_s)
                     for mode in modes
                 ]
         except KVCourierError as error:
             not_tried.append((pair_name(prefill, decode), str(error)))
-    return dataclasses.replace(facts, trials=tuple(trials), not_tried=tuple(not_tried))
+    return dataclasses.replace(facts, answers=tuple(answers), not_tried=tuple(not_tried))
 
 
 def _ways(

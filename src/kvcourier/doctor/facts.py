@@ -185,7 +185,7 @@ class MachineFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class TrialFacts:
+class AnswerFacts:
     """A prompt that went through P and D.
 
     Attributes:
@@ -207,8 +207,8 @@ class TrialFacts:
     num_bytes: float | None = None
     failures: tuple[str, ...] = ()
 
-    def with_(self, **changes: Any) -> "TrialFacts":
-        """The same trial, with more known of it."""
+    def with_(self, **changes: Any) -> "AnswerFacts":
+        """The same prompt, with more known of its answer."""
         return dataclasses.replace(self, **changes)
 
 
@@ -285,9 +285,9 @@ class Facts:
     machine: MachineFacts | None = None
     nixl: ErrandFacts[NixlTried] | None = None
     visits: tuple[Visit, ...] = ()
-    trials: tuple[TrialFacts, ...] = ()
+    answers: tuple[AnswerFacts, ...] = ()
     not_tried: tuple[tuple[str, str], ...] = ()
-    """Trials that were not made: (pair, why)."""
+    """Prompts that were not sent: (pair, why)."""
 
     @property
     def instances(self) -> tuple[InstanceFacts, ...]:

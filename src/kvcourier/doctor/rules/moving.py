@@ -7,7 +7,7 @@ prompt through P and D. Refuses to know how they were made. Pure.
 from collections.abc import Iterator
 
 from kvcourier.doctor.errands import FetchedTwice, Measured
-from kvcourier.doctor.facts import ErrandFacts, Facts, ToolFacts, TrialFacts, Visit
+from kvcourier.doctor.facts import AnswerFacts, ErrandFacts, Facts, ToolFacts, Visit
 from kvcourier.doctor.findings import Finding, error, note, ok, warning
 
 _HERE = "this machine"
@@ -166,38 +166,38 @@ def answers(facts: Facts) -> Iterator[Finding]:
     """A prompt through P and D is answered as P alone answers it."""
     for name, why in facts.not_tried:
         yield note(name, f"no prompt was sent through it: {why}")
-    for trial in facts.trials:
-        yield _answer(trial)
+    for given in facts.answers:
+        yield _answer(given)
 
 
-def _answer(trial: TrialFacts) -> Finding:
-    name = f"{trial.prefill} -> {trial.decode}"
-    if trial.problem:
+def _answer(given: AnswerFacts) -> Finding:
+    name = f"{given.prefill} -> {given.decode}"
+    if given.problem:
         return error(
             name,
-            f"{trial.mode}: {trial.problem}",
+            f"{given.mode}: {given.problem}",
             "The logs of P and D have a line with the story of the transfer; GET "
             "/kvcourier/story/ID has it, too, where the engine is ours",
         )
-    if trial.found != trial.expected:
+    if given.found != given.expected:
         return error(
             name,
-            f"{trial.mode}: through both the answer is {trial.found!r}, of P alone "
-            f"{trial.expected!r}",
+            f"{given.mode}: through both the answer is {given.found!r}, of P alone "
+            f"{given.expected!r}",
             "If P and D differ in tensor parallelism or kernels, close calls between tokens may "
             "fall differently: repeat it. Else KV arrives wrong: do not go live",
         )
-    if trial.failures:
+    if given.failures:
         return warning(
             name,
-            f"{trial.mode}: answered rightly, but counted meanwhile: {', '.join(trial.failures)}",
+            f"{given.mode}: answered rightly, but counted meanwhile: {', '.join(given.failures)}",
             "KV may not have come, and D may have computed the prompt itself; see its log",
         )
-    if trial.num_bytes == 0:
+    if given.num_bytes == 0:
         return warning(
             name,
-            f"{trial.mode}: answered rightly, but neither side counted a byte that moved",
+            f"{given.mode}: answered rightly, but neither side counted a byte that moved",
             "See whether D has computed the prompt itself (--kv-recompute-threshold, prefix cache)",
         )
-    moved = "" if trial.num_bytes is None else f", {trial.num_bytes:.0f} bytes moved"
-    return ok(name, f"{trial.mode}: answered as by P alone{moved}")
+    moved = "" if given.num_bytes is None else f", {given.num_bytes:.0f} bytes moved"
+    return ok(name, f"{given.mode}: answered as by P alone{moved}")

@@ -120,13 +120,14 @@ def told_address(facts: Facts) -> Iterator[Finding]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host names the machine that asks."""
+    """Whether a host names the machine that asks, as 0.0.0.0 does to whoever connects to it."""
     if host == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         return False
+    return address.is_loopback or address.is_unspecified
 
 
 def _source(one: InstanceFacts) -> str:

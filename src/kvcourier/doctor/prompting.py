@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from kvcourier.config import TransferMode
 from kvcourier.doctor.exposition import read_metrics
-from kvcourier.doctor.facts import Engine, InstanceFacts, Metrics, TrialFacts
+from kvcourier.doctor.facts import AnswerFacts, Engine, InstanceFacts, Metrics
 from kvcourier.doctor.pages import NotAnswered, Pages, Reply
 
 _WORDS = (
@@ -33,7 +33,7 @@ def try_pair(
     pair: tuple[InstanceFacts, InstanceFacts],
     pages: Pages,
     timeout_s: float,
-) -> TrialFacts:
+) -> AnswerFacts:
     """Send one prompt through a router to this pair; blocks.
 
     Args:
@@ -51,7 +51,7 @@ def try_pair(
         "temperature": 0,
         "ignore_eos": True,
     }
-    facts = TrialFacts(mode, prefill.name, decode.name, url)
+    facts = AnswerFacts(mode, prefill.name, decode.name, url)
     try:
         alone = pages.post(f"{prefill.url}/v1/completions", body, timeout_s=timeout_s)
         if alone.status != 200:
