@@ -39,6 +39,24 @@ def hold_serial(hold_id: str | None, incarnation: Incarnation) -> int | None:
     return int(number) if life == incarnation and number.isascii() and number.isdecimal() else None
 
 
+_KEPT, _FETCHED = "/kept", "/fetched"
+
+
+def kept_as(request_id: RequestId) -> RequestId:
+    """The name under which an ended request's KV is held for the conversation's next turn."""
+    return RequestId(request_id + _KEPT)
+
+
+def fetched_as(request_id: RequestId) -> RequestId:
+    """The name under which the KV of earlier turns is wanted for a request."""
+    return RequestId(request_id + _FETCHED)
+
+
+def owner_of(name: RequestId) -> RequestId:
+    """The request behind a name of either kind, or the request itself."""
+    return RequestId(name.removesuffix(_KEPT).removesuffix(_FETCHED))
+
+
 class Rank(NamedTuple):
     """Position of one rank in its instance."""
 

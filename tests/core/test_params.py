@@ -12,9 +12,13 @@ from kvcourier.core.params import (
     HoldIntent,
     PullIntent,
     PushIntent,
+    handoff_params,
+    history_params,
     parse_params,
 )
+from kvcourier.core.token_proof import prove
 from kvcourier.errors import ParamsError
+from kvcourier.ids import EngineId, RequestId
 
 LIMITS = Limits()
 HOLD = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -35,6 +39,13 @@ PULL = PUSH | {
     "remote_num_tokens": 40,
     "remote_hold_id": "life:1",
     "remote_incarnation": "life",
+}
+PROOF = prove(range(40))
+HISTORY = PULL | {
+    "do_remote_prefill": False,
+    "do_remote_decode": True,
+    "remote_digests": PROOF.text,
+    "remote_digest_tokens": PROOF.step,
 }
 
 
@@ -297,7 +308,16 @@ def test_values_that_cannot_be_printed(value):
 
 # Anything else.
 
-KEYS = sorted({*PULL, "do_remote_prefill", "dcp_size", "remote_blocks_expiry_time"})
+KEYS = sorted(
+    {
+        *HISTORY,
+        "keep_history",
+        "transfer_mode",
+        "do_remote_prefill",
+        "dcp_size",
+        "remote_blocks_expiry_time",
+    }
+)
 anything = st.recursive(
     st.none()
     | st.booleans()
@@ -327,7 +347,7 @@ def test_any_json_gives_an_intent_or_a_refusal(params):
 
 @pytest.mark.slow
 @given(
-    whole=st.sampled_from([HOLD, PUSH, PULL]),
+    whole=st.sampled_from([HOLD, PUSH, PULL, HISTORY]),
     changes=st.dictionaries(st.sampled_from(KEYS), anything, min_size=1, max_size=3),
 )
 @settings(max_examples=300)
@@ -336,7 +356,86 @@ def test_good_params_with_anything_in_some_places(whole, changes):
 
 
 @pytest.mark.slow
-@given(whole=st.sampled_from([HOLD, PUSH, PULL]), left_out=st.sets(st.sampled_from(KEYS)))
+@given(whole=st.sampled_from([HOLD, PUSH, PULL, HISTORY]), left_out=st.sets(st.sampled_from(KEYS)))
 @settings(max_examples=300)
 def test_good_params_with_any_keys_missing(whole, left_out):
     is_understood({key: value for key, value in whole.items() if key not in left_out})
+
+
+# What is kept of earlier turns.
+
+
+@pytest.mark.parametrize(("mode", "is_written"), [(None, False), ("pull", False), ("push", True)])
+def test_a_prompt_to_hold_whose_beginning_is_kept_elsewhere(mode, is_written):
+    intent = parse_params(HISTORY | {"transfer_mode": mode}, LIMITS)
+    assert isinstance(intent, HoldIntent) and intent.history is not None
+    assert (intent.transfer_id, intent.part) == ("t1", 4)
+    assert intent.history.is_proven and intent.history.proof == PROOF
+    source = intent.history.source
+    # The names of this dispatch are those of what is held, not of what is fetched.
+    assert (source.transfer_id, source.part) == (None, 0)
+    assert (source.holder_request_id, source.hold_id) == ("cmpl-1", "life:1")
+    assert source.is_written is is_written
+
+
+@pytest.mark.parametrize(
+    "left_out", ["remote_digests", "remote_hold_id", "remote_incarnation", "remote_num_tokens"]
+)
+def test_a_history_that_cannot_be_proven_is_one_all_the_same(left_out):
+    intent = parse_params(HISTORY | {left_out: None}, LIMITS)
+    assert isinstance(intent, HoldIntent) and intent.history is not None
+    assert not intent.history.is_proven
+
+
+def test_vllms_own_keys_are_an_unproven_history():
+    own = {key: HISTORY[key] for key in HISTORY if "digest" not in key}
+    intent = parse_params(own | {"remote_blocks_expiry_time": 12.5, "dcp_size": 1}, LIMITS)
+    assert isinstance(intent, HoldIntent) and intent.history is not None
+    assert intent.history.proof is None
+
+
+@pytest.mark.parametrize("empty", [None, []])
+def test_no_blocks_are_no_history(empty):
+    intent = parse_params(HISTORY | {"remote_block_ids": empty}, LIMITS)
+    assert intent == HoldIntent("t1", 4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("remote_digests", 7),
+        ("remote_digests", "no base64!"),
+        ("remote_digests", "AAAA"),
+        ("remote_digest_tokens", 0),
+        ("remote_digest_tokens", None),
+        ("remote_digest_tokens", True),
+        ("remote_engine_id", None),
+        ("remote_port", 0),
+        ("transfer_mode", "both"),
+    ],
+)
+def test_a_history_is_checked_field_by_field(field, value):
+    with pytest.raises(ParamsError, match=field):
+        parse_params(HISTORY | {field: value}, LIMITS)
+
+
+@pytest.mark.parametrize("whole", [PULL, PUSH])
+def test_whether_an_answer_is_kept(whole):
+    for value, keeps in ((None, True), (True, True), (False, False)):
+        intent = parse_params(whole | {"keep_history": value}, LIMITS)
+        assert not isinstance(intent, HoldIntent) and intent is not None
+        assert intent.keeps is keeps
+    with pytest.raises(ParamsError, match="keep_history"):
+        parse_params(whole | {"keep_history": "yes"}, LIMITS)
+
+
+def test_what_a_keeper_answers_is_understood_by_the_next_turn():
+    holder = HolderAddress(EngineId("d"), "h", 5601, 2, 1)
+    told = handoff_params(
+        holder, RequestId("r/kept"), [[3, 4]], 39, "life:2", "life", ["pull", "push"], None
+    )
+    params = history_params(told, 480.0, PROOF)
+    intent = parse_params(params, LIMITS)
+    assert isinstance(intent, HoldIntent) and intent.history is not None
+    assert intent.history.is_proven and params["remote_ttl_s"] == 480.0
+    assert intent.history.source.holder == holder and intent.history.source.num_tokens == 39

@@ -85,13 +85,15 @@ class PrefillRolledBack:
 class PrefillFinished:
     """The KV of positions [0, num_tokens) is written in these blocks, which are ours now.
 
-    `continuation` is for the wanter's engine, see `Report`.
+    `continuation` is for the wanter's engine, see `Report`. `keep_s`, where given, is how long they
+    are kept for somebody who may come later, instead of a lease for somebody who is about to.
     """
 
     request_id: RequestId
     block_ids: BlockGroups
     num_tokens: int
     continuation: str | None = None
+    keep_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

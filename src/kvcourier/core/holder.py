@@ -42,7 +42,7 @@ from kvcourier.core.messages import (
     Renewed,
     RenewItem,
 )
-from kvcourier.core.outcomes import Outcome, Side
+from kvcourier.core.outcomes import NOT_HELD, Outcome, Side
 from kvcourier.core.partings import CANCELLED, Parting, Partings, how
 from kvcourier.core.peers import Peer, PeerState
 from kvcourier.core.rendezvous import Rendezvous
@@ -148,7 +148,7 @@ class Holder:
             raise LocalProtocolError(f"{event.request_id} is not held")
         hold.state = step(HOLD, hold.state, HoldEvent.PREFILL_FINISHED, event.request_id)
         hold.block_ids, hold.num_tokens, hold.lent = event.block_ids, event.num_tokens, True
-        hold.held_since = self._space.now
+        hold.held_since, hold.keep_s = self._space.now, event.keep_s
         hold.write(event.block_ids, event.num_tokens, None)
         hold.continuation = event.continuation
         self._space.note(
@@ -157,7 +157,8 @@ class Holder:
             num_tokens=event.num_tokens,
             num_registered=len(hold.deliveries),
         )
-        self._leases.grant(event.request_id, self._space.now, self._lease_s)
+        lease_s = self._lease_s if event.keep_s is None else event.keep_s
+        self._leases.grant(event.request_id, self._space.now, lease_s)
         for delivery in list(hold.deliveries.values()):
             self._deliveries.advance(delivery)
         self._settle(hold)
@@ -213,7 +214,7 @@ class Holder:
             return
         request_id = self._rendezvous.find(registration.claim)
         if request_id is not None and not self._holds[request_id].is_meant_by(message.name):
-            self._deliveries.refuse(registration, "the KV of that prompt is not held any more")
+            self._deliveries.refuse(registration, NOT_HELD)
         elif request_id is not None:
             self._attach(self._holds[request_id], registration)
         else:
@@ -373,12 +374,15 @@ class Holder:
     def expire_leases(self) -> None:
         """End every hold whose lease has run out."""
         for request_id in self._leases.take_expired(self._space.now):
+            hold = self._holds[request_id]
+            if hold.keep_s is not None and hold.bound is None:
+                # Nobody has come for it, which is no failure.
+                self._space.counts[Counted.HISTORIES_EXPIRED] += 1
+                self._end(hold, None, "it was kept as long as agreed")
+                continue
             self._space.counts[Counted.LEASES_EXPIRED] += 1
-            self._end(
-                self._holds[request_id],
-                Outcome.SEND_FAILED,
-                "the lease ran out before the KV was collected",
-            )
+            reason = "the lease ran out before the KV was collected"
+            self._end(hold, Outcome.SEND_FAILED, reason)
 
     def _on_registration_expired(self, key: DeliveryKey) -> None:
         if key in self._partings:
@@ -450,7 +454,11 @@ class Holder:
         """Keep a registration for a prompt that has not come yet."""
         ended = self._ended.find(registration.message.name)
         if ended is not None:
-            self._deliveries.refuse(registration, f"the KV is not held any more: {ended.reason}")
+            self._deliveries.refuse(registration, f"{NOT_HELD}: {ended.reason}")
+            return
+        name = registration.message.name
+        if name.hold_id is not None and not self._has_yet_to_begin(name):
+            self._deliveries.refuse(registration, NOT_HELD)
             return
         full = len(self._waiting) >= self._space.limits.max_waiting_registrations
         if full and registration.key not in self._waiting:
@@ -585,7 +593,8 @@ class Holder:
         """Whether nobody has asked for its KV for so long that its lease is renewed no more."""
         if hold.state is not HoldState.HELD or hold.deliveries:
             return False
-        return self._space.now - hold.held_since > self._space.timing.hold_limit_s
+        limit_s = self._space.timing.hold_limit_s + (hold.keep_s or 0.0)
+        return self._space.now - hold.held_since > limit_s
 
     def _is_quiet(self, hold: Hold) -> bool:
         return all(

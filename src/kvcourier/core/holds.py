@@ -115,6 +115,8 @@ class Hold:
     Attributes:
         num_tokens: positions that `block_ids` hold for some layer at least.
         held_since: when prefill has finished.
+        keep_s: how long it is kept for somebody who may come later, if for such a one; then it is
+            had by its hold id alone.
         lent: `block_ids` are kept for us; the engine is owed RELEASED.
         continuation: what our engine gave for the wanter's when prefill finished.
         written: positions written of single layers, where these are ahead of `written_of_all`.
@@ -133,6 +135,7 @@ class Hold:
     block_ids: BlockGroups = ()
     num_tokens: int = 0
     held_since: float = 0.0
+    keep_s: float | None = None
     lent: bool = False
     continuation: str | None = None
     written_of_all: int = 0
@@ -184,7 +187,7 @@ class Hold:
 
     def is_meant_by(self, name: HoldName) -> bool:
         """Whether a name, by which it was found, promises this very hold and not one before it."""
-        return name.hold_id in (None, self.hold_id)
+        return name.hold_id == self.hold_id or (name.hold_id is None and self.keep_s is None)
 
     @property
     def all_served(self) -> bool:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from kvcourier.ids import BlockId, RequestId
 
+NOT_HELD = "the KV is not held any more"
+"""Begins the reason of a holder that has let go."""
+
 
 class Outcome(enum.StrEnum):
     """One fact about a request, seen by the engine that owns it.
@@ -34,6 +37,16 @@ class Outcome(enum.StrEnum):
     """The blocks handed over are the engine's again: nothing in flight can touch them."""
 
 
+class Cause(enum.StrEnum):
+    """Why a receive failed, where it is known that there is nothing to be had any more."""
+
+    NOT_HELD = "not_held"
+    """The holder has let go."""
+
+    RESTARTED = "restarted"
+    """The holder's life is over."""
+
+
 class Side(enum.StrEnum):
     """Which end of a transfer a request is; an id is unique within each."""
 
@@ -51,6 +64,7 @@ class Report:
         block_ids: for RELEASED, the blocks that were handed over, per cache group.
         continuation: for RECEIVED, what the holder's engine gave for going on from its last token,
             if it did; opaque to everybody in between.
+        cause: for RECEIVE_FAILED, where it is one of these.
     """
 
     request_id: RequestId
@@ -59,3 +73,4 @@ class Report:
     side: Side | None = None
     block_ids: tuple[tuple[BlockId, ...], ...] = ()
     continuation: str | None = None
+    cause: Cause | None = None

@@ -29,7 +29,7 @@ from kvcourier.core.messages import (
     RenewItem,
     span_of,
 )
-from kvcourier.core.outcomes import Outcome, Side
+from kvcourier.core.outcomes import NOT_HELD, Cause, Outcome, Side
 from kvcourier.core.params import PullIntent
 from kvcourier.core.peers import Peer, PeerState
 from kvcourier.core.repairs import Repairs
@@ -52,11 +52,11 @@ _READ_BEGUN = frozenset({WantState.READING, WantState.PROVING, WantState.CHECKIN
 _BEFORE_BLOCKS = frozenset({WantState.QUEUED, WantState.PARTING})
 _NOT_RENEWED = frozenset({WantState.PARTING, WantState.QUARANTINED})
 _TIMEOUT_REASONS = {
-    WantState.CONNECTING: "the prefill instance did not answer the handshake in time",
-    WantState.REGISTERING: "the prefill instance did not acknowledge the registration in time",
-    WantState.REGISTERED: "the prefill instance did not deliver in time",
+    WantState.CONNECTING: "the other instance did not answer the handshake in time",
+    WantState.REGISTERING: "the other instance did not acknowledge the registration in time",
+    WantState.REGISTERED: "the other instance did not deliver in time",
     WantState.READING: "the READ did not end in time",
-    WantState.PROVING: "the prefill instance did not confirm in time that it still held the KV",
+    WantState.PROVING: "the other instance did not confirm in time that it still held the KV",
     WantState.CHECKING: "integrity: what has come could not be compared in time",
 }
 
@@ -273,7 +273,9 @@ class Wanter:
             link.may_write = False
         if want.registered:
             if not self._repairs.go_on(want, link, message):
-                self._end(want, Outcome.RECEIVE_FAILED, message.reason)
+                is_over = message.reason.startswith(NOT_HELD)
+                cause = Cause.NOT_HELD if is_over else None
+                self._end(want, Outcome.RECEIVE_FAILED, message.reason, cause)
         else:
             self._release_if_quiet(want)
 
@@ -313,9 +315,7 @@ class Wanter:
         forgotten = registered and asked_at > want.registered_at
         if pulling or forgotten:
             self._space.counts[Counted.STALE_REFUSED] += 1
-            self._end(
-                want, Outcome.RECEIVE_FAILED, "the prefill instance does not hold this KV any more"
-            )
+            self._end(want, Outcome.RECEIVE_FAILED, NOT_HELD, Cause.NOT_HELD)
 
     # From the world.
 
@@ -352,7 +352,7 @@ class Wanter:
             elif want.state in (WantState.QUEUED, WantState.CONNECTING):
                 want.links = {}
             else:
-                self._end(want, Outcome.RECEIVE_FAILED, reason)
+                self._end(want, Outcome.RECEIVE_FAILED, reason, Cause.RESTARTED)
 
     def on_peer_silent(self, address: InstanceAddress, reason: str) -> None:
         """Nobody waits for it any longer. What it may still write to stays quarantined."""
@@ -465,7 +465,8 @@ class Wanter:
                     "update it, or turn kv_integrity off here"
                 )
             if problem:
-                self._end(want, Outcome.RECEIVE_FAILED, problem)
+                cause = Cause.RESTARTED if _is_outdated(want, peer) else None
+                self._end(want, Outcome.RECEIVE_FAILED, problem, cause)
             else:
                 want.written_to = self._should_be_written_to(want, peer)
                 if want.reads and want.offer is not None:
@@ -475,6 +476,8 @@ class Wanter:
 
     def _should_be_written_to(self, want: Want, peer: Peer) -> bool:
         """Whether a pull goes faster if the holder writes: then it can pack scattered blocks."""
+        if want.mode is TransferMode.PUSH:
+            return True
         if want.offer is None or TransferMode.PUSH not in peer.modes:
             return False
         return any(
@@ -570,10 +573,12 @@ class Wanter:
         want.num_connects += 1
         self._await_connection(want)
 
-    def _end(self, want: Want, outcome: Outcome | None, reason: str) -> None:
+    def _end(
+        self, want: Want, outcome: Outcome | None, reason: str, cause: Cause | None = None
+    ) -> None:
         """The KV will not come, or is not wanted; None where the engine needs no outcome."""
         if outcome is not None:
-            self._space.tell(Side.WANT, want.request_id, outcome, reason)
+            self._space.tell(Side.WANT, want.request_id, outcome, reason, cause=cause)
         if want.registered or not want.reads:
             for link in want.sources:
                 self._asks.cancel(want, link)
@@ -690,7 +695,7 @@ def _mismatch(want: Want, peer: Peer) -> str:
     if want.mode not in peer.modes:
         return f"mode: {want.mode} asked for, {', '.join(sorted(peer.modes))} there"
     if _is_outdated(want, peer):
-        return "the prefill instance was restarted since; its KV is gone"
+        return "the other instance was restarted since; its KV is gone"
     if peer.why_not_to_us or want.offer is None:
         return peer.why_not_to_us
     problems = (_unusable(want, link, want.offer) for link in want.sources)

@@ -157,7 +157,8 @@ class Want:
     @property
     def mode(self) -> TransferMode:
         """Who is asked to move it."""
-        reads = isinstance(self.intent, PullIntent) or self.intent.reads
+        intent = self.intent
+        reads = not intent.is_written if isinstance(intent, PullIntent) else intent.reads
         return TransferMode.PULL if reads else TransferMode.PUSH
 
     @property

@@ -17,7 +17,7 @@ from kvcourier.core.deadlines import Deadlines
 from kvcourier.core.events import BlockGroups
 from kvcourier.core.flights import FlightTable
 from kvcourier.core.messages import AnyMessage, SenderFields, sender_fields
-from kvcourier.core.outcomes import Outcome, Report, Side
+from kvcourier.core.outcomes import Cause, Outcome, Report, Side
 from kvcourier.core.peers import Peer, PeerState, PeerTable
 from kvcourier.core.stories import StoryBook
 from kvcourier.ids import InstanceAddress, PeerRank, Rank, RequestId
@@ -28,6 +28,7 @@ class Counted(enum.StrEnum):
     """What an endpoint counts; the runtime shows each as a metric."""
 
     LEASES_EXPIRED = "leases_expired"
+    HISTORIES_EXPIRED = "histories_expired"
     REGISTRATIONS_EXPIRED = "registrations_expired"
     REGISTRATIONS_REFUSED = "registrations_refused"
     REGISTRATIONS_RESENT = "registrations_resent"
@@ -104,9 +105,11 @@ class Workspace:
         reason: str = "",
         block_ids: BlockGroups = (),
         continuation: str | None = None,
+        cause: Cause | None = None,
     ) -> None:
         """Report to the engine."""
-        self.emit(Tell(Report(request_id, outcome, reason, side, block_ids, continuation)))
+        report = Report(request_id, outcome, reason, side, block_ids, continuation, cause)
+        self.emit(Tell(report))
         details: dict[str, Any] = {"reason": reason} if reason else {}
         if continuation is not None:
             details["continuation"] = continuation

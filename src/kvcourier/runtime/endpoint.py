@@ -34,7 +34,9 @@ from kvcourier.core.params import (
     PullIntent,
     WantIntent,
     handoff_params,
+    history_params,
 )
+from kvcourier.core.token_proof import TokenProof
 from kvcourier.core.workspace import Counted
 from kvcourier.errors import ParamsError
 from kvcourier.ids import (
@@ -218,9 +220,26 @@ class KvEndpoint:
         continuation: str | None = None,
     ) -> dict[str, Any]:
         """All KV of a prompt is written; see runtime.interface."""
+        finished = PrefillFinished(request_id, groups_of(block_ids), num_tokens, continuation)
+        return self._hand_over(finished)
+
+    def keep_history(
+        self,
+        name: RequestId,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int,
+        keep_s: float,
+        proof: TokenProof,
+    ) -> dict[str, Any]:
+        """Somebody may come for a conversation's KV; see runtime.interface."""
+        self.begin_hold(name, HoldIntent(None))
+        finished = PrefillFinished(name, groups_of(block_ids), num_tokens, keep_s=keep_s)
+        return history_params(self._hand_over(finished), keep_s, proof)
+
+    def _hand_over(self, finished: PrefillFinished) -> dict[str, Any]:
+        request_id = finished.request_id
         self._requests.hand_over(request_id)
-        groups = groups_of(block_ids)
-        self._submit_to_post(PrefillFinished(request_id, groups, num_tokens, continuation))
+        self._submit_to_post(finished)
         host, port = self._side_channel_address()
         with self._lock:
             hold_id, key = self._computing.pop(request_id)
@@ -230,13 +249,13 @@ class KvEndpoint:
         return handoff_params(
             holder,
             request_id,
-            groups,
-            num_tokens,
+            finished.block_ids,
+            finished.num_tokens,
             hold_id,
             self.incarnation,
             self.config.modes,
             key,
-            continuation,
+            finished.continuation,
         )
 
     def let_go(self, transfer_id: TransferId) -> bool:

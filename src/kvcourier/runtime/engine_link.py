@@ -7,6 +7,7 @@ worker made and told its scheduler alone.
 """
 
 import secrets
+from dataclasses import replace
 from typing import Any, NewType
 
 import msgspec
@@ -25,7 +26,7 @@ from kvcourier.core.events import (
     WantDeclined,
     groups_of,
 )
-from kvcourier.core.params import HoldIntent, parse_params
+from kvcourier.core.params import HoldIntent, PullIntent, parse_params
 from kvcourier.errors import LocalProtocolError, ParamsError, RemoteProtocolError, clip
 from kvcourier.ids import EngineId, HoldId, RequestId, TransferId, TransferKey
 from kvcourier.layout.geometry import TokenSpan
@@ -66,12 +67,17 @@ class FinishPrefill(EngineCall, frozen=True, tag="finish_prefill"):
 
     block_ids: list[list[int]]
     num_tokens: int
+    keep_s: float | None = None
 
 
 class Expect(EngineCall, frozen=True, tag="expect"):
-    """D: a request whose KV somebody holds was accepted; `params` as they came."""
+    """D: a request whose KV somebody holds was accepted; `params` as they came.
+
+    `is_written`: what is kept in blocks that are known is to be WRITTEN and not READ.
+    """
 
     params: dict[str, Any]
+    is_written: bool = False
 
 
 class Receive(EngineCall, frozen=True, tag="receive"):
@@ -133,11 +139,14 @@ def event_of(call: AnyCall, limits: Limits) -> EngineEvent:
         case RollBack():
             return PrefillRolledBack(request_id)
         case FinishPrefill():
-            return PrefillFinished(request_id, groups_of(call.block_ids), call.num_tokens)
+            groups = groups_of(call.block_ids)
+            return PrefillFinished(request_id, groups, call.num_tokens, keep_s=call.keep_s)
         case Expect():
             intent = parse_params(call.params, limits)
             if intent is None or isinstance(intent, HoldIntent):
                 raise ParamsError("do_remote_prefill", "true", call.params)
+            if isinstance(intent, PullIntent) and call.is_written:
+                intent = replace(intent, is_written=True)
             return WantBegun(request_id, intent)
         case Receive():
             span = TokenSpan(call.start, call.stop)

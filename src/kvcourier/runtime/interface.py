@@ -6,7 +6,8 @@ one is `runtime.endpoint.KvEndpoint`.
 A request that P computes for somebody:  begin_hold -> finish_prefill -> SENT, RELEASED. In
 between it may tell with advance_prefill how far it is, and with roll_back that it starts anew.
 A request whose KV D gets from somebody: expect -> receive -> RECEIVED, RELEASED.
-Either may be ended early with `abort`, at any time, any number of times.
+What D keeps for a conversation's next turn: keep_history -> SENT if somebody has come, RELEASED.
+Each may be ended early with `abort`, at any time, any number of times.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvcourier.core.params import HoldIntent, WantIntent
+from kvcourier.core.token_proof import TokenProof
 from kvcourier.errors import ParamsError
 from kvcourier.ids import RequestId, TransferId
 from kvcourier.layout.geometry import TokenSpan
@@ -86,6 +88,22 @@ class Endpoint(Protocol):
         `continuation`, printable and of at most `Limits.max_id_bytes`, comes with RECEIVED to the
         engine that gets the KV; only engines know what it means. Returns the `kv_transfer_params`
         to answer with.
+        """
+
+    def keep_history(
+        self,
+        name: RequestId,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int,
+        keep_s: float,
+        proof: TokenProof,
+    ) -> dict[str, Any]:
+        """D: keep the KV of `num_tokens` tokens, prompt and answer, for the next turn.
+
+        As `begin_hold` and `finish_prefill` in one, for somebody who may come within `keep_s`
+        seconds, or never. `name` is none that the endpoint knows; an `abort` gives the blocks up.
+        `proof` is of these tokens. Returns the `kv_transfer_params` to answer with. Of what nobody
+        came for only RELEASED is told.
         """
 
     def let_go(self, transfer_id: TransferId) -> bool:

@@ -181,6 +181,7 @@ class CoreCollector(Collector):
 
 HELP: Mapping[str, str] = {
     "leases_expired": "Holds whose lease ran out before the KV was collected.",
+    "histories_expired": "Histories that no later turn came for as long as they were kept.",
     "registrations_expired": "Registrations whose prompt never came to this instance.",
     "registrations_refused": "Registrations answered with a failure.",
     "registrations_resent": "Registrations sent again for want of an acknowledgement.",

@@ -195,10 +195,10 @@ class Postings:
 
     def _refused(self, command: Command, error: Exception) -> list[Event]:
         self._observer.failed(_operation(command))
-        events: list[Event] = [PostRefused(command.operation_id, str(error))]
-        if isinstance(error, PeerLostError):
-            events.append(_lost(command, str(error)))
-        return events
+        # Why comes before what follows from it: the want's reason is that its peer is gone.
+        is_lost = isinstance(error, PeerLostError)
+        events: list[Event] = [_lost(command, str(error))] if is_lost else []
+        return [*events, PostRefused(command.operation_id, str(error))]
 
     def _poll_flight(self, operation_id: OperationId, flight: _Flight) -> list[Event]:
         status = self._transport.poll(flight.handle)
