@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcourier.engine.blocks import BlockPool
-from kvcourier.engine.scheduler import Phase, Scheduler, Sequence
+from kvcourier.engine.scheduler import Phase, Remote, Scheduler, Sequence
 from kvcourier.ids import RequestId
 
 BLOCK_SIZE = 4
@@ -26,7 +26,9 @@ def make_sequence(
 ) -> Sequence:
     source = random.Random(arrival if seed is None else seed)
     tokens = [source.randrange(100) for _ in range(num_tokens)]
-    return Sequence(RequestId(str(arrival)), arrival, tokens, phase)
+    name = RequestId(str(arrival))
+    remote = Remote(name, num_tokens, threshold=1) if phase is Phase.WANTING else None
+    return Sequence(name, arrival, tokens, remote)
 
 
 def run_step(scheduler: Scheduler) -> list[tuple[int, int, int]]:

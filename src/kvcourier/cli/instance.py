@@ -82,7 +82,9 @@ class InstanceSettings:
     peer_silence_s: float
     kv_integrity: Integrity
     kv_load_failure_policy: LoadFailurePolicy
-    kv_recompute_threshold: int
+    kv_recompute_threshold: int | None
+    bidirectional_kv_xfer: bool
+    decoder_kv_blocks_ttl: float
     posting: Posting
     fragment: float
 
@@ -192,6 +194,8 @@ def make_engine_config(settings: InstanceSettings) -> "EngineConfig":
         enable_prefix_caching=settings.prefix_caching,
         kv_load_failure_policy=settings.kv_load_failure_policy.value,
         kv_recompute_threshold=settings.kv_recompute_threshold,
+        bidirectional_kv_xfer=settings.bidirectional_kv_xfer,
+        decoder_kv_blocks_ttl=settings.decoder_kv_blocks_ttl,
         granularity=settings.granularity.value,
         first_token_seeding=settings.first_token_seeding,
         num_cpu_threads=settings.cpu_threads,

@@ -238,9 +238,25 @@ def serve(
         typer.Option(help="If KV does not come."),
     ] = LoadFailurePolicy.FAIL,
     kv_recompute_threshold: Annotated[
-        int,
-        typer.Option(min=0, help="Missing prompt tokens that are computed rather than fetched."),
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=0,
+            help="Missing prompt tokens that are computed rather than fetched; of a conversation's "
+            "history, fewer than that. Default: 1, and 64 of a history.",
+        ),
+    ] = None,
+    bidirectional_kv_xfer: Annotated[
+        bool,
+        typer.Option(
+            "--bidirectional-kv-xfer",
+            help="Keep an answer's KV for the conversation's next turn, and fetch that of earlier "
+            "turns from the instance that keeps it.",
+        ),
+    ] = False,
+    decoder_kv_blocks_ttl: Annotated[
+        float,
+        typer.Option(help="Seconds to keep an answer's KV, if its blocks are not needed before."),
+    ] = 480.0,
     posting: Annotated[
         Posting,
         typer.Option(
@@ -326,6 +342,8 @@ def serve(
             kv_integrity=kv_integrity,
             kv_load_failure_policy=kv_load_failure_policy,
             kv_recompute_threshold=kv_recompute_threshold,
+            bidirectional_kv_xfer=bidirectional_kv_xfer,
+            decoder_kv_blocks_ttl=decoder_kv_blocks_ttl,
             posting=posting,
             fragment=fragment,
         )

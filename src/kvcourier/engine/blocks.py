@@ -12,7 +12,7 @@ stays findable until it is allocated for something else.
 import hashlib
 import random
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NewType
 
@@ -59,6 +59,15 @@ class BlockPool:
         """Blocks that `allocate` could give out, published ones included."""
         return len(self._blank) + len(self._cached)
 
+    def num_needed(self, shared: Sequence[BlockId], num_new: int) -> int:
+        """How many free blocks `allocate` would take."""
+        return num_new + sum(self._references[block] == 0 for block in shared)
+
+    def num_freed_by(self, blocks: Iterable[BlockId]) -> int:
+        """How many blocks would be free if these ownerships ended; a block may be named twice."""
+        ending = Counter(blocks)
+        return sum(count == self._references[block] for block, count in ending.items())
+
     def match(self, keys: Iterable[BlockKey]) -> list[BlockId]:
         """Published blocks for the longest prefix of `keys`; they are not owned by this."""
         found: list[BlockId] = []
@@ -74,8 +83,7 @@ class BlockPool:
 
         Give every block back with `release`, once per call that returned it.
         """
-        num_revived = sum(self._references[block] == 0 for block in shared)
-        if num_revived + num_new > self.num_free:
+        if self.num_needed(shared, num_new) > self.num_free:
             return None
         for block in shared:
             if self._references[block] == 0:

@@ -17,7 +17,9 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "kv_load_failure_policy": ("fail", "recompute"),
     "granularity": GRANULARITIES,
 }
-OPTIONAL = frozenset({"num_blocks", "max_model_len"})
+OPTIONAL = frozenset({"num_blocks", "max_model_len", "kv_recompute_threshold"})
+DEFAULT_RECOMPUTE_THRESHOLD = 1
+DEFAULT_HISTORY_THRESHOLD = 64
 LOWEST = {"kv_recompute_threshold": 0, "num_cpu_threads": 0}
 
 
@@ -41,7 +43,12 @@ class EngineConfig:
         kv_load_failure_policy: when remote KV does not come, `fail` the request or `recompute`
             it here. vLLM's key and values.
         kv_recompute_threshold: if at most this many prompt tokens are missing, and always if it
-            is only one, they are computed here instead of fetched.
+            is only one, they are computed here instead of fetched. Of a conversation's history,
+            if it is fewer. None: 1, and 64 for a history. vLLM's key and value.
+        bidirectional_kv_xfer: whether the KV of an answer is kept for the conversation's next
+            turn, and that of earlier turns fetched from who keeps it. vLLM's key.
+        decoder_kv_blocks_ttl: seconds that it is kept, if its blocks are not needed before.
+            vLLM's key and value.
         granularity: what is sent at once to an instance that has registered early: the whole
             `request`, each `chunk` when it is computed, or each `layer` of the last chunk as well.
         first_token_seeding: whether the first token, which the instance that computes the prompt
@@ -66,7 +73,9 @@ class EngineConfig:
     cache_layout: str = "NHD"
     enable_prefix_caching: bool = True
     kv_load_failure_policy: str = "fail"
-    kv_recompute_threshold: int = 1
+    kv_recompute_threshold: int | None = None
+    bidirectional_kv_xfer: bool = False
+    decoder_kv_blocks_ttl: float = 480.0
     granularity: str = "layer"
     first_token_seeding: bool = True
     num_cpu_threads: int = 0
@@ -90,8 +99,23 @@ class EngineConfig:
                 )
         if not 0 < self.kv_cache_gb < float("inf"):
             raise ConfigError(f"kv_cache_gb: expected a number above 0, found {self.kv_cache_gb!r}")
+        if not 0 < self.decoder_kv_blocks_ttl < float("inf"):
+            found = self.decoder_kv_blocks_ttl
+            raise ConfigError(f"decoder_kv_blocks_ttl: expected seconds above 0, found {found!r}")
         if not 0 <= self.fragment <= 1:
             raise ConfigError(f"fragment: expected 0 to 1, found {self.fragment!r}")
+
+    @property
+    def recompute_threshold(self) -> int:
+        """If so many prompt tokens or fewer are missing, they are computed here."""
+        threshold = self.kv_recompute_threshold
+        return DEFAULT_RECOMPUTE_THRESHOLD if threshold is None else max(1, threshold)
+
+    @property
+    def history_threshold(self) -> int:
+        """If fewer tokens than this are missing of a history, they are computed here."""
+        threshold = self.kv_recompute_threshold
+        return DEFAULT_HISTORY_THRESHOLD if threshold is None else max(1, threshold)
 
     def model_len(self, model: LoadedModel) -> int:
         """Tokens of prompt and answer together. Raises ConfigError above the model's limit."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvcourier.core.outcomes import Cause
 from kvcourier.core.params import HoldIntent, PullIntent, PushIntent
 from kvcourier.engine.admission import RequestLimits
 from kvcourier.engine.api import (
@@ -29,10 +30,11 @@ from kvcourier.engine.kv_cache import KVCache
 from kvcourier.engine.models import LoadedModel
 from kvcourier.engine.runner import ModelRunner
 from kvcourier.engine.sampler import TokenSampler, sample
-from kvcourier.engine.scheduler import Phase, Scheduler, Sequence, Work
+from kvcourier.engine.scheduler import Phase, Remote, Scheduler, Sequence, Work
 from kvcourier.engine.streaming import PromptStreams
+from kvcourier.engine.turns import Turns
 from kvcourier.errors import KVCourierError, ParamsError
-from kvcourier.ids import BlockId, RequestId
+from kvcourier.ids import BlockId, RequestId, fetched_as, kept_as, owner_of
 from kvcourier.runtime.interface import Endpoint, let_holder_go
 from kvcourier.runtime.reports import Outcome, Report
 
@@ -47,7 +49,7 @@ class EngineStopped(KVCourierError):
 class _Live:
     """A request that has not had its last event.
 
-    `owes_endpoint`: the endpoint knows it and is owed a hand-over, a decline or an abort.
+    `owed`: names by which the endpoint knows it and is owed a hand-over, a decline or an abort.
     `received`: the endpoint's report that its KV is complete.
     `was_scheduled`: it has been part of a step.
     """
@@ -55,9 +57,15 @@ class _Live:
     request: GenerationRequest
     sequence: Sequence
     sampler: TokenSampler
-    owes_endpoint: bool
+    owed: set[RequestId]
     received: Report | None = None
     was_scheduled: bool = False
+
+    def awaits(self, name: RequestId) -> bool:
+        """Whether its blocks are on loan under this name, to be filled."""
+        remote = self.sequence.remote
+        is_receiving = self.sequence.phase is Phase.RECEIVING
+        return is_receiving and remote is not None and remote.name == name
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +126,15 @@ class Engine:
             max_batch_tokens=config.max_batch_tokens,
             max_num_seqs=config.max_num_seqs,
             enable_prefix_caching=config.enable_prefix_caching,
-            recompute_threshold=config.kv_recompute_threshold,
         )
         self._limits = RequestLimits(
             self.info, self.cache.num_blocks, config.block_size, endpoint is not None
         )
         self._counters = _Counters()
         self._streams = None
+        self._turns = None
         if endpoint is not None:
+            self._turns = Turns(config, self._scheduler, endpoint)
             self._streams = PromptStreams(
                 endpoint, config.granularity, self.cache.stage_geometries, model.device
             )
@@ -190,22 +199,19 @@ class Engine:
             self._used_ids.add(request_id)
         try:
             self._limits.check(request)
-            self._announce(request)
+            remote = self._announce(request)
         except BaseException as error:
             refused = isinstance(error, RequestRejected | ParamsError)
             if refused and self._endpoint and isinstance(intent, PullIntent | PushIntent):
                 let_holder_go(self._endpoint, request_id, intent)
             self._forget_id(request_id)
             raise
-        wants_remote = isinstance(intent, PullIntent | PushIntent)
-        sequence = Sequence(
-            request_id=request_id,
-            arrival=0,
-            tokens=list(request.prompt_token_ids),
-            phase=Phase.WANTING if wants_remote else Phase.WAITING,
-        )
+        sequence = Sequence(request_id, 0, list(request.prompt_token_ids), remote)
         sampler = TokenSampler(request.sampling, self.info.eos_token_ids)
-        live = _Live(request, sequence, sampler, owes_endpoint=intent is not None)
+        owed = {request_id} if intent is not None else set()
+        if remote is not None:
+            owed.add(remote.name)
+        live = _Live(request, sequence, sampler, owed)
         with self._wake:
             stopped_because = self._stopped_because
             if stopped_because is None:
@@ -213,7 +219,8 @@ class Engine:
                 self._wake.notify()
         if stopped_because is not None:  # meanwhile
             if self._endpoint is not None:
-                self._endpoint.abort(request_id)
+                for name in owed:
+                    self._endpoint.abort(name)
             self._forget_id(request_id)
             raise EngineStopped(f"the engine has stopped: {stopped_because}")
 
@@ -226,7 +233,9 @@ class Engine:
     def stats(self) -> dict[str, int | float]:
         """Gauges and counters, read without stopping the engine."""
         scheduler, pool = self._scheduler, self._pool
-        used = pool.num_blocks - pool.num_free
+        # What is kept for a later turn is given up as soon as somebody needs it.
+        kept = [block for name in list(scheduler.kept) for block in scheduler.loans.get(name, ())]
+        used = pool.num_blocks - pool.num_free - pool.num_freed_by(kept)
         counters = {
             name: getattr(source, name)
             for source in (self._counters, scheduler.counters)
@@ -239,20 +248,28 @@ class Engine:
             "kv_blocks": pool.num_blocks,
             "kv_blocks_used": used,
             "kv_usage": used / pool.num_blocks,
-            "kv_loans": len(scheduler.loans),
+            "kv_loans": len(scheduler.loans) - len(scheduler.kept),
             **counters,
+            **(self._turns.stats() if self._turns is not None else {}),
         }
 
     # --- called from other threads ---
 
-    def _announce(self, request: GenerationRequest) -> None:
-        """Tell the endpoint at once: P may be asked, and D's holder wants a heartbeat."""
-        if self._endpoint is None or request.intent is None:
-            return
-        if isinstance(request.intent, HoldIntent):
-            self._endpoint.begin_hold(request.request_id, request.intent)
-        else:
-            self._endpoint.expect(request.request_id, request.intent)
+    def _announce(self, request: GenerationRequest) -> Remote | None:
+        """Tell the endpoint at once: P may be asked, and who holds KV wants a heartbeat.
+
+        Returns what is to come from elsewhere.
+        """
+        request_id, intent, prompt = request.request_id, request.intent, request.prompt_token_ids
+        if self._endpoint is None or self._turns is None or intent is None:
+            return None
+        if not isinstance(intent, HoldIntent):
+            self._endpoint.expect(request_id, intent)
+            return Remote(request_id, len(prompt), self._config.recompute_threshold)
+        self._endpoint.begin_hold(request_id, intent)
+        if intent.history is None:
+            return None
+        return self._turns.expect(request_id, prompt, intent.history)
 
     def _on_report_ready(self) -> None:
         with self._wake:
@@ -276,6 +293,8 @@ class Engine:
                 self._take_reports()
                 self._admit_remote()
                 batch = self._scheduler.schedule()
+                if self._turns is not None:
+                    self._turns.give_up()
                 preempted = self._scheduler.take_preempted()
                 if self._streams is not None:
                     self._streams.roll_back(preempted)
@@ -323,9 +342,14 @@ class Engine:
 
     def _on_report(self, report: Report) -> None:
         counters = self._counters
-        live = self._live.get(report.request_id)
-        is_receiving = live is not None and live.sequence.phase is Phase.RECEIVING
+        name, live = report.request_id, self._live.get(owner_of(report.request_id))
+        is_receiving = live is not None and live.awaits(name)
         match report.outcome:
+            case Outcome.RELEASED:
+                self._on_released(name, live)
+            case Outcome.SENT | Outcome.SEND_FAILED if name == kept_as(owner_of(name)):
+                assert self._turns is not None, "nothing was kept"
+                self._turns.collected(report)
             case Outcome.SENT:
                 counters.kv_sent += 1
             case Outcome.SEND_FAILED:
@@ -333,29 +357,31 @@ class Engine:
             case Outcome.RECEIVED if live is not None and is_receiving:
                 live.received = report
             case Outcome.RECEIVE_FAILED if live is not None and is_receiving:
-                self._on_receive_failed(live, report.reason)
-            case Outcome.RELEASED:
-                self._on_released(report.request_id, live)
+                self._on_receive_failed(live, report.reason, report.cause)
             case _:
                 counters.ignored_reports += 1
 
-    def _on_released(self, request_id: RequestId, live: _Live | None) -> None:
+    def _on_released(self, name: RequestId, live: _Live | None) -> None:
         """Blocks come back: filled ones to their sequence, others to the pool."""
-        is_receiving = live is not None and live.sequence.phase is Phase.RECEIVING
+        is_receiving = live is not None and live.awaits(name)
         if live is not None and is_receiving and live.received is not None:
             self._on_received(live, live.received)
-        elif not self._scheduler.take_back(request_id):
+        elif not self._scheduler.take_back(name):
             self._counters.ignored_reports += 1
         elif live is None:
-            self._forget_id(request_id)
+            self._forget_if_over(owner_of(name))
         elif is_receiving:
             self._on_receive_failed(live, "its blocks were released before it came")
 
     def _on_received(self, live: _Live, report: Report) -> None:
         """Its KV is complete and its blocks are its own: it goes on with the first or, where that
         is known, with the second token."""
+        live.owed.discard(report.request_id)
+        if self._turns is not None and isinstance(live.request.intent, HoldIntent):
+            self._scheduler.received(live.sequence)
+            self._turns.fetched(live.sequence)
+            return
         self._counters.kv_received += 1
-        live.owes_endpoint = False
         token = None
         if self._config.first_token_seeding and report.continuation is not None:
             prompt, vocab_size = live.request.prompt_token_ids, self.info.vocab_size
@@ -366,9 +392,14 @@ class Engine:
             live.sampler.num_sampled += 1
             self._on_token(live, token)
 
-    def _on_receive_failed(self, live: _Live, reason: str) -> None:
+    def _on_receive_failed(self, live: _Live, reason: str, cause: Cause | None = None) -> None:
+        assert live.sequence.remote is not None, "nothing was to come for it"
+        live.owed.discard(live.sequence.remote.name)
+        if self._turns is not None and isinstance(live.request.intent, HoldIntent):
+            self._turns.lost(live.request.request_id, reason, cause)
+            self._scheduler.compute_instead(live.sequence)
+            return
         self._counters.kv_receive_failures += 1
-        live.owes_endpoint = False
         logger.warning("request %s: KV not received: %s", live.request.request_id, reason)
         if self._config.kv_load_failure_policy == "recompute":
             self._scheduler.compute_instead(live.sequence)
@@ -378,19 +409,24 @@ class Engine:
     def _admit_remote(self) -> None:
         for admission in self._scheduler.admit_remote():
             assert self._endpoint is not None, "requests with an intent need an endpoint"
-            request_id = admission.sequence.request_id
-            live = self._live[request_id]
+            name, live = admission.name, self._live[admission.sequence.request_id]
             try:
                 if admission.blocks:
-                    self._endpoint.receive(request_id, [admission.blocks], admission.span)
+                    self._endpoint.receive(name, [admission.blocks], admission.span)
                 else:
-                    live.owes_endpoint = False
-                    self._counters.kv_declined += 1
-                    self._endpoint.decline(request_id)
+                    live.owed.discard(name)
+                    self._count_declined(live)
+                    self._endpoint.decline(name)
             except Exception as error:
-                logger.exception("request %s: the endpoint refused it", request_id)
-                self._scheduler.take_back(request_id)  # it raised, so nothing was handed over
+                logger.exception("request %s: the endpoint refused it", name)
+                self._scheduler.take_back(name)  # it raised, so nothing was handed over
                 self._end(live, FinishReason.ERROR, error=f"the KV endpoint failed: {error}")
+
+    def _count_declined(self, live: _Live) -> None:
+        if self._turns is not None and isinstance(live.request.intent, HoldIntent):
+            self._turns.declined()
+        else:
+            self._counters.kv_declined += 1
 
     def _step(self, batch: SequenceOf[Work]) -> None:
         self._tell_scheduled(batch)
@@ -444,27 +480,42 @@ class Engine:
         del self._live[request_id]
         params = None
         may_be_read = self._streams is not None and self._streams.end(request_id)
-        if isinstance(live.request.intent, HoldIntent) and token is not None:
+        if self._turns is not None and token is not None:
             try:
-                params = self._hand_over(live)
+                if isinstance(live.request.intent, HoldIntent):
+                    params = self._hand_over(live)
+                else:
+                    params = self._turns.keep(live.request.intent, live.sequence)
             except Exception as failure:
                 logger.exception("request %s: its KV could not be handed over", request_id)
                 if not may_be_read:
                     self._scheduler.take_back(request_id)
                 reason, error = FinishReason.ERROR, f"the KV endpoint failed: {failure}"
-        unfinished = self._keep_for_readers(live) if live.owes_endpoint and may_be_read else None
+        is_owed = request_id in live.owed
+        unfinished = self._keep_for_readers(live) if is_owed and may_be_read else None
         self._scheduler.remove(live.sequence)
-        if live.owes_endpoint and self._endpoint is not None:
-            try:
-                self._endpoint.abort(request_id, unfinished)
-            except Exception:
-                logger.exception("request %s: the endpoint failed to abort it", request_id)
+        self._abort(live, unfinished)
         self._counters.finished_requests += 1
-        # The id stays in use while reports about it may come.
-        if request_id not in self._scheduler.loans:
-            self._forget_id(request_id)
+        self._forget_if_over(request_id)
         tokens = () if token is None else (token,)
         self._emit(live, tokens, reason, params=params, error=error)
+
+    def _abort(self, live: _Live, unfinished: list[list[BlockId]] | None) -> None:
+        """Tell the endpoint that nothing of a request is needed any more."""
+        if self._endpoint is None:
+            return
+        for name in live.owed:
+            is_prompt = name == live.request.request_id
+            try:
+                self._endpoint.abort(name, unfinished if is_prompt else None)
+            except Exception:
+                logger.exception("request %s: the endpoint failed to abort it", name)
+
+    def _forget_if_over(self, request_id: RequestId) -> None:
+        """The id stays in use while reports about it may come."""
+        names = {request_id, fetched_as(request_id), kept_as(request_id)}
+        if request_id not in self._live and self._scheduler.loans.keys().isdisjoint(names):
+            self._forget_id(request_id)
 
     def _keep_for_readers(self, live: _Live) -> list[list[BlockId]]:
         """P: an unfinished prompt's blocks are out of use until the endpoint releases them."""
@@ -486,7 +537,7 @@ class Engine:
             prompt = live.request.prompt_token_ids
             first = pack_first_token(sequence.tokens[num_tokens], prompt, live.sampler)
         params = self._endpoint.finish_prefill(sequence.request_id, [lent], num_tokens, first)
-        live.owes_endpoint = False
+        live.owed.discard(sequence.request_id)
         return params
 
     def _emit(

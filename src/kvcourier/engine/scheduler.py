@@ -12,6 +12,7 @@ Life of a sequence::
        ^-------------------------blocks ran out------------------/
 
 Blocks have one owner at any time: a sequence, or a *loan* (the endpoint, until it releases them).
+Loans that are *kept*, for somebody who may come, are called back when blocks run out, oldest first.
 """
 
 import bisect
@@ -39,6 +40,21 @@ class Phase(enum.StrEnum):
     RUNNING = "running"
 
 
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """KV of a sequence's first tokens that is to come from elsewhere.
+
+    Attributes:
+        name: what the endpoint calls it, and its loan.
+        num_tokens: tokens that it is of.
+        threshold: if so many of them or fewer are missing, they are computed here.
+    """
+
+    name: RequestId
+    num_tokens: int
+    threshold: int
+
+
 _WITH_BLOCKS = frozenset({Phase.READY, Phase.RUNNING})
 
 
@@ -51,11 +67,13 @@ class Sequence:
         tokens: the prompt and what was generated so far.
         num_computed: tokens, from the first on, whose KV is in `blocks`.
         num_cached_tokens: prompt tokens found in the prefix cache when first admitted.
+        remote: what is to come from elsewhere, where something is.
     """
 
     request_id: RequestId
     arrival: int
     tokens: list[int]
+    remote: Remote | None = None
     phase: Phase = Phase.WAITING
     blocks: list[BlockId] = field(default_factory=list)
     num_computed: int = 0
@@ -92,6 +110,7 @@ class Admission:
     """
 
     sequence: Sequence
+    name: RequestId
     span: TokenSpan
     blocks: tuple[BlockId, ...]
 
@@ -116,7 +135,6 @@ class Scheduler:
         max_batch_tokens: int,
         max_num_seqs: int,
         enable_prefix_caching: bool = True,
-        recompute_threshold: int = 1,
     ) -> None:
         self.pool = pool
         self.counters = SchedulerCounters()
@@ -126,16 +144,19 @@ class Scheduler:
         self.wanting: deque[Sequence] = deque()
         self.receiving: list[Sequence] = []
         self.loans: dict[RequestId, list[BlockId]] = {}
+        self.kept: dict[RequestId, None] = {}
+        self._called_back: dict[RequestId, None] = {}
+        self._to_tell: list[RequestId] = []
         self._preempted: list[Sequence] = []
         self._block_size = block_size
         self._max_batch_tokens = max_batch_tokens
         self._max_num_seqs = max_num_seqs
         self._enable_prefix_caching = enable_prefix_caching
-        self._recompute_threshold = max(1, recompute_threshold)
 
     def add(self, sequence: Sequence) -> None:
-        """Take a new sequence; its phase says whether its KV is to come from elsewhere."""
-        if sequence.phase is Phase.WANTING:
+        """Take a new sequence."""
+        if sequence.remote is not None:
+            sequence.phase = Phase.WANTING
             self.wanting.append(sequence)
         else:
             self._wait(sequence)
@@ -149,39 +170,45 @@ class Scheduler:
         admissions: list[Admission] = []
         while self.wanting:
             sequence = self.wanting[0]
+            remote = sequence.remote
+            assert remote is not None, "nothing is to come for it"
             shared = self._match(sequence)
             cached = len(shared) * self._block_size
-            if len(sequence.tokens) - cached <= self._recompute_threshold:
+            if remote.num_tokens - cached <= remote.threshold:
                 self.wanting.popleft()
                 self._wait(sequence)
-                admissions.append(Admission(sequence, TokenSpan(0, 0), ()))
+                admissions.append(Admission(sequence, remote.name, TokenSpan(0, 0), ()))
                 continue
             num_new = self._num_blocks(len(sequence.tokens)) - len(shared)
-            if num_new + self._reserved_before(sequence) > self.pool.num_free:
-                break
-            blocks = self.pool.allocate(shared, num_new)
+            reserved = self._reserved_before(sequence)
+            blocks = None
+            if num_new + reserved <= self.pool.num_free:
+                blocks = self.pool.allocate(shared, num_new)
             if blocks is None:
+                self._call_back(self.pool.num_needed(shared, num_new) + reserved)
                 break
             self.wanting.popleft()
             self._start_with(sequence, shared)
             lent = blocks[len(shared) :]
-            self.lend(sequence.request_id, lent)
+            self.lend(remote.name, lent)
             sequence.phase = Phase.RECEIVING
             self.receiving.append(sequence)
-            span = TokenSpan(cached, len(sequence.tokens))
-            admissions.append(Admission(sequence, span, tuple(lent)))
+            span = TokenSpan(cached, remote.num_tokens)
+            admissions.append(Admission(sequence, remote.name, span, tuple(lent)))
         return admissions
 
     def received(self, sequence: Sequence, *, next_is_known: bool = False) -> None:
         """The loan of a receiving sequence came back filled with its KV.
 
-        Its last token is computed again for the logits, which writes equal values to its slot;
+        The last token is computed again for the logits, which writes equal values to its slot;
         unless the next token is known, which is to be appended before the next `schedule`.
         """
+        assert sequence.remote is not None, "nothing was to come for it"
         self.receiving.remove(sequence)
-        sequence.blocks += self.loans.pop(sequence.request_id)
+        sequence.blocks += self.loans.pop(sequence.remote.name)
         sequence.phase = Phase.READY
-        self._mark_computed(sequence, len(sequence.tokens) - (0 if next_is_known else 1))
+        num_needed = len(sequence.tokens) - (0 if next_is_known else 1)
+        self._mark_computed(sequence, min(sequence.remote.num_tokens, num_needed))
         self.ready.append(sequence)
 
     def compute_instead(self, sequence: Sequence) -> None:
@@ -236,15 +263,28 @@ class Scheduler:
         assert request_id not in self.loans, f"{request_id} has blocks on loan already"
         self.loans[request_id] = blocks
 
+    def keep(self, name: RequestId, blocks: list[BlockId]) -> None:
+        """Blocks now belong to the endpoint, until `take_back` or until they are called back."""
+        self.lend(name, blocks)
+        self.kept[name] = None
+
+    def take_called_back(self) -> list[RequestId]:
+        """Which kept loans are needed back; it is for the endpoint to release them."""
+        called, self._to_tell = self._to_tell, []
+        return called
+
     def take_back(self, request_id: RequestId) -> bool:
         """The endpoint has released a loan that nobody waits for; False if there was none."""
+        self.kept.pop(request_id, None)
+        self._called_back.pop(request_id, None)
         blocks = self.loans.pop(request_id, None)
         if blocks is not None:
             self.pool.release(blocks)
         return blocks is not None
 
     def _plan(self, sequence: Sequence, budget: int, batch: list[Work]) -> int:
-        count = min(sequence.num_missing, budget)
+        room = len(sequence.blocks) * self._block_size - sequence.num_computed
+        count = min(sequence.num_missing, budget, room)
         if count > 0:
             batch.append(Work(sequence, sequence.num_computed, count))
         return count
@@ -268,6 +308,7 @@ class Scheduler:
         num_new = self._num_blocks(len(sequence.tokens)) - len(shared)
         blocks = self.pool.allocate(shared, num_new)
         if blocks is None:
+            self._call_back(self.pool.num_needed(shared, num_new))
             return None
         self.waiting.pop(0)
         self._start_with(sequence, shared)
@@ -276,7 +317,8 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Give each sequence in or before the batch the block its newest token needs, oldest
-        first."""
+        first. One whose block is on its way back waits for it."""
+        num_awaited = 0
         for sequence in sorted((*self.running, *self.ready), key=lambda s: s.arrival):
             while sequence.phase in _WITH_BLOCKS and self._num_blocks(len(sequence.tokens)) > len(
                 sequence.blocks
@@ -284,8 +326,26 @@ class Scheduler:
                 fresh = self.pool.allocate((), 1)
                 if fresh is not None:
                     sequence.blocks += fresh
+                elif self._call_back(num_awaited + 1):
+                    num_awaited += 1
+                    break
                 else:
                     self._preempt(max((*self.running, *self.ready), key=lambda s: s.arrival))
+
+    def _call_back(self, num_needed: int) -> bool:
+        """Call kept loans back until so many blocks are free or will be; False if none is left."""
+        while not self._will_be_free(num_needed):
+            if not self.kept:
+                return False
+            name = next(iter(self.kept))
+            del self.kept[name]
+            self._called_back[name] = None
+            self._to_tell.append(name)
+        return True
+
+    def _will_be_free(self, num_needed: int) -> bool:
+        coming = (block for name in self._called_back for block in self.loans[name])
+        return num_needed <= self.pool.num_free + self.pool.num_freed_by(coming)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.counters.preemptions += 1

@@ -156,7 +156,7 @@ def test_a_bad_request_id_is_refused(app, engine, name):
 
 
 def test_the_longest_request_id_still_fits_a_peers_limit(app, engine):
-    longest = 256 - len("chatcmpl--255-01234567")
+    longest = 256 - len("chatcmpl--255-01234567/fetched")
     for size, status in ((longest, 200), (longest + 1, 400)):
         headers = {"X-Request-Id": "x" * size}
         response = call(app, "POST", "/v1/completions", json={"prompt": "a"}, headers=headers)

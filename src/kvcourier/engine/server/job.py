@@ -26,10 +26,10 @@ from kvcourier.engine.server.sampling import (
     stop_strings,
 )
 from kvcourier.errors import ParamsError
-from kvcourier.ids import RequestId
+from kvcourier.ids import RequestId, fetched_as
 from kvcourier.openai import ChatCompletionRequest, CompletionRequest
 
-_NAME_OVERHEAD = len("chatcmpl-") + len("-255") + len("-01234567")
+_NAME_OVERHEAD = len("chatcmpl-") + len("-255") + len(fetched_as(RequestId("-01234567")))
 
 
 @dataclass(frozen=True, slots=True)

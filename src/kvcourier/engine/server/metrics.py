@@ -38,6 +38,20 @@ ENGINE_METRICS: Mapping[str, tuple[str, str]] = {
     ),
     "kv_sent": ("kv_sent_total", "Prompts whose KV was collected."),
     "kv_send_failures": ("kv_send_failures_total", "Prompts whose KV was not collected."),
+    "histories": ("histories", "Answers whose KV is kept for their conversations' next turns."),
+    "history_blocks": ("history_blocks", "Blocks of these; they are given up when others run out."),
+    "histories_kept": ("histories_kept_total", "Answers whose KV was kept."),
+    "histories_collected": ("histories_collected_total", "Kept KV that a later turn has fetched."),
+    "histories_given_up": ("histories_given_up_total", "Kept KV given up for want of blocks."),
+    "histories_fetched": (
+        "histories_fetched_total",
+        "Prompts whose history's KV was fetched.",
+    ),
+    "history_tokens_fetched": ("history_tokens_fetched_total", "Tokens whose KV came so."),
+    "history_misses": (
+        "history_misses_total",
+        "Prompts whose history's KV was offered and not fetched, by reason.",
+    ),
     "ignored_reports": ("ignored_reports_total", "Reports about requests unknown by then."),
     "preemptions": ("num_preemptions_total", "Requests put back for lack of blocks."),
     "prefix_queried_tokens": ("prefix_cache_queries_total", "Tokens looked up in the cache."),
@@ -143,13 +157,19 @@ class EngineCollector(Collector):
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """One family per number."""
-        for stat, value in sorted(self._stats().items()):
+        """One family per number; numbers `NAME:REASON` are one family, with that label."""
+        numbers: dict[str, dict[str, float]] = {}
+        for key, value in sorted(self._stats().items()):
+            stat, _, reason = key.partition(":")
+            numbers.setdefault(stat, {})[reason] = value
+        for stat, by_reason in numbers.items():
             other = (stat, f"The engine's {stat.replace('_', ' ')}.")
             name, text = ENGINE_METRICS.get(stat, other)
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            family = kind(PREFIX + name, text, labels=_LABELS)
-            family.add_metric((self._model_name,), value)
+            labels = _LABELS if "" in by_reason else (*_LABELS, "reason")
+            family = kind(PREFIX + name, text, labels=labels)
+            for reason, value in by_reason.items():
+                family.add_metric((self._model_name, reason)[: len(labels)], value)
             yield family
 
     def describe(self) -> list[Metric]:
