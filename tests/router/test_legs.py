@@ -76,7 +76,7 @@ def test_a_decode_leg_is_the_call_and_the_handoff(
 ) -> None:
     params = late_params(call(body), handoff)
     sent = json.loads(decode_leg(call(body), params).content)
-    assert sent == body | {"kv_transfer_params": params}
+    assert sent == body | {"kv_transfer_params": params | {"keep_history": False}}
     assert {**params, **handoff} == params | {
         key: value for key, value in handoff.items() if key == "transfer_id"
     }

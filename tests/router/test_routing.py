@@ -129,7 +129,8 @@ async def test_pull_legs_are_the_contract() -> None:
             },
         }
         handoff = here.prefill[0].handoff(prefill)
-        assert decode.body == sent | {"kv_transfer_params": handoff | {"transfer_id": transfer_id}}
+        own = {"transfer_id": transfer_id, "keep_history": False}
+        assert decode.body == sent | {"kv_transfer_params": handoff | own}
         for leg in (prefill, decode):
             assert leg.path == "/v1/completions"
             assert leg.header("x-request-id") == "abc-1"
@@ -167,6 +168,7 @@ async def test_push_legs_are_the_contract() -> None:
                 "pp_size": 3,
                 "remote_request_id": "abc-2",
                 "transfer_id": transfer_id,
+                "keep_history": False,
             }
         }
         assert prefill.path == decode.path == "/v1/chat/completions"

@@ -14,6 +14,7 @@ from kvcourier.config import Binding, TransferMode
 from kvcourier.router.breaker import BreakerSettings
 from kvcourier.router.config import (
     DEFAULT_ROUTER_PORT,
+    ConversationLimits,
     RouterConfig,
     RouterLimits,
     Timeouts,
@@ -24,6 +25,7 @@ from kvcourier.router.policy import POLICIES
 _TIMEOUTS = Timeouts()
 _LIMITS = RouterLimits()
 _BREAKER = BreakerSettings()
+_CONVERSATIONS = ConversationLimits()
 _INSTANCE = "URL[,KEY=VALUE...]"
 
 
@@ -110,6 +112,15 @@ def route(
             help="Seconds between two questions how busy an instance is, where a policy needs that."
         ),
     ] = _TIMEOUTS.load_s,
+    conversation_ttl: Annotated[
+        float,
+        typer.Option(
+            help="Seconds to remember where the KV of a conversation (X-Conversation-Id) is kept."
+        ),
+    ] = _CONVERSATIONS.ttl_s,
+    max_conversations: Annotated[
+        int, typer.Option(min=0, help="Conversations to remember that of; 0: of none.")
+    ] = _CONVERSATIONS.max_conversations,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -179,6 +190,7 @@ def route(
             load_s=load_interval,
         ),
         limits=RouterLimits(max_body_bytes=max_body_mib << 20, max_in_flight=max_in_flight),
+        conversations=ConversationLimits(max_conversations, conversation_ttl),
         api_keys=None if api_key_file is None else api_keys(read_api_keys(api_key_file)),
         instance_api_key=(
             None if instance_api_key_file is None else read_api_keys(instance_api_key_file)[0]

@@ -10,6 +10,7 @@ import msgspec
 from starlette.types import Send
 
 from kvcourier.openai import ErrorBody, ErrorDetail
+from kvcourier.router.conversations import StateFilter
 from kvcourier.router.events import StreamEnding
 
 JSON_TYPE = "application/json"
@@ -53,8 +54,12 @@ class EventStream:
     when it starts.
     """
 
-    def __init__(self, send: Send, headers: Callable[[], Headers]) -> None:
+    def __init__(
+        self, send: Send, headers: Callable[[], Headers], state: StateFilter | None = None
+    ) -> None:
+        """`state` takes what is not for the client out of it."""
         self._send = send
+        self._state = state
         self._headers = headers
         self._tail = b""
         self.started = False
@@ -66,6 +71,10 @@ class EventStream:
 
     async def write(self, chunk: bytes) -> None:
         """Pass one chunk on."""
+        if self._state is not None:
+            chunk = self._state.chunk(chunk)
+            if not chunk:
+                return
         self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 

@@ -6,6 +6,7 @@ Decides what is refused before any instance hears of it. Refuses to know how a c
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,6 +26,7 @@ from kvcourier.router.admin import ADMIN_PREFIX, Admin, closed_routes
 from kvcourier.router.answers import JSON_TYPE, error_content, send_error
 from kvcourier.router.attempt import ClientCall, Services
 from kvcourier.router.config import InstanceSpec, RouterConfig
+from kvcourier.router.conversations import Conversations, conversation_key
 from kvcourier.router.events import CallOutcome, LegName
 from kvcourier.router.exchange import Exchange
 from kvcourier.router.instances import Instance, InstanceOptions
@@ -69,7 +71,10 @@ def create_app(config: RouterConfig) -> Starlette:
         LegName.DECODE: Side(map(make, config.decode), decode_policy),
     }
     metrics = RouterMetrics(sides)
-    services = Services(config, Upstream(client, config.timeouts, config.limits), sides, metrics)
+    conversations = Conversations(config.conversations, time.monotonic)
+    metrics.conversations.set_function(lambda: len(conversations))
+    upstream = Upstream(client, config.timeouts, config.limits)
+    services = Services(config, upstream, sides, metrics, conversations)
     membership = Membership(sides, make)
     file = None
     if config.instances_file is not None:
@@ -173,7 +178,7 @@ class _Calls:
         """Check a call. Raises CallRefused, _TooLarge or ClientDisconnect."""
         config, headers = self._services.config, Headers(scope=scope)
         binding = binding_of(headers, mode, config.binding)
-        conversation = conversation_of(headers)
+        conversation = conversation_key(conversation_of(headers), headers)
         total_s = total_s_of(headers, config.timeouts.total_s)
         raw = await _read_body(Request(scope, receive), config.limits.max_body_bytes)
         body = parse_body(raw)

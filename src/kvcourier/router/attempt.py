@@ -19,6 +19,7 @@ from kvcourier.config import Binding, Limits, TransferMode
 from kvcourier.ids import RequestId, TransferId
 from kvcourier.router.answers import EventStream, send_answer
 from kvcourier.router.config import RouterConfig
+from kvcourier.router.conversations import Conversations, StateFilter
 from kvcourier.router.dispatch import Dispatch
 from kvcourier.router.events import (
     RETRYABLE,
@@ -78,6 +79,7 @@ class Services:
     upstream: Upstream
     sides: Mapping[LegName, Side]
     metrics: RouterMetrics
+    conversations: Conversations
     background: set[asyncio.Task[None]] = field(default_factory=set)
     running: set["Attempt"] = field(default_factory=set)
     diary: Diary = field(default_factory=lambda: Diary(Limits()))
@@ -134,6 +136,13 @@ class Attempt:
         self._chosen: dict[LegName, Instance] = {LegName.PREFILL: prefill}
         self._tried = tried
         self._left = left
+        turn = None
+        self._filter = None
+        if call.conversation:
+            turn = services.conversations.take(call.conversation)
+            services.metrics.turns.labels("none" if turn is None else "sent").inc()
+            self._filter = StateFilter(self._keep_state)
+        self._keeper = turn.decode if turn is not None else ""
         self._call = Call(
             mode=call.mode,
             transfer_id=TransferId(uuid.uuid4().hex),
@@ -144,13 +153,15 @@ class Attempt:
             prefill_dp_rank=prefill.spec.dp_rank,
             modes_known=prefill.info is not None,
             binding=call.binding,
+            history=turn.params if turn is not None else None,
+            keeps=bool(call.conversation),
         )
         self.failure: ReplyError | None = None
         self._dispatch = Dispatch(self._call)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._tasks: dict[LegName, asyncio.Task[None]] = {}
         self._relay = asyncio.Event()
-        self._stream = EventStream(call.send, lambda: self.headers)
+        self._stream = EventStream(call.send, lambda: self.headers, self._filter)
         self._outcome: CallOutcome | None = None
         self._keeps_prefill = False
 
@@ -235,10 +246,13 @@ class Attempt:
                 case Reply(answer):
                     if answer.ok:
                         self._observe_first_byte()
+                    content = answer.content
+                    if self._filter is not None:
+                        content = self._filter.whole(content)
                     await send_answer(
                         self._client.send,
                         answer.status,
-                        answer.content,
+                        content,
                         self.headers,
                         answer.content_type,
                     )
@@ -292,7 +306,7 @@ class Attempt:
     def _start_decode(self, params: Params) -> None:
         call = self._client
         side = self._services.sides[LegName.DECODE]
-        decode = side.pick(call.mode, self._tried, call.prompt, call.conversation)
+        decode = side.pick(call.mode, self._tried, call.prompt, call.conversation, self._keeper)
         if decode is None:
             reason = f"takes part in {call.mode}, is not drained, and was not tried already"
             self._post(LegLost(LegName.DECODE, FailureKind.NO_INSTANCE, reason))
@@ -356,6 +370,10 @@ class Attempt:
             instance.lost()
         elif note.kind is FailureKind.STALE_COORDINATES:
             instance.forget()
+
+    def _keep_state(self, params: object) -> None:
+        decode = self._chosen[LegName.DECODE].name
+        self._services.conversations.put(self._client.conversation, params, decode)
 
     def _observe_first_byte(self) -> None:
         seconds = time.monotonic() - self._client.started_s

@@ -123,6 +123,29 @@ class RouterLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class ConversationLimits:
+    """How much is remembered.
+
+    Attributes:
+        max_conversations: of more, those that were served longest ago are forgotten.
+        ttl_s: how long a state is kept, unless D says that it keeps the KV for less.
+        max_state_bytes: a larger one is not kept.
+    """
+
+    max_conversations: int = 10_000
+    ttl_s: float = 480.0
+    max_state_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if self.max_conversations < 0:
+            raise ConfigError(
+                f"max_conversations: expected 0 or more, found {self.max_conversations}"
+            )
+        if not 0 < self.ttl_s < float("inf"):
+            raise ConfigError(f"conversation_ttl: expected seconds above 0, found {self.ttl_s!r}")
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """Everything the router needs.
 
@@ -140,6 +163,7 @@ class RouterConfig:
             a new transfer id.
         breaker: when an instance that keeps failing is left alone.
         instances_file: names further instances; read again whenever it changes.
+        conversations: how much is remembered of them, and how long.
         admin_keys: of which whoever adds, removes and drains instances must have one; None: nobody
             may.
         api_keys: of which clients must have one; None: open to all.
@@ -159,6 +183,7 @@ class RouterConfig:
     admin_keys: ApiKeys | None = None
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: RouterLimits = field(default_factory=RouterLimits)
+    conversations: ConversationLimits = field(default_factory=ConversationLimits)
     api_keys: ApiKeys | None = None
     instance_api_key: str | None = field(default=None, repr=False)
 

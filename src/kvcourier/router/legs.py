@@ -39,6 +39,8 @@ class Call:
         prefill_dp_rank: which rank behind the address, for vLLM.
         binding: early dispatches both legs at once, late D's when P has answered; None leaves it to
             the mode.
+        history: what the last turn's D told of the KV it keeps, if there was one.
+        keeps: D is to keep the answer's KV for the next turn.
         modes_known: P itself said which modes it takes part in, so `transfer_mode` in its answer
             (one value for an instance that does both) decides nothing.
     """
@@ -52,6 +54,8 @@ class Call:
     prefill_dp_rank: int | None = None
     modes_known: bool = False
     binding: Binding | None = None
+    history: Params | None = None
+    keeps: bool = False
 
     @property
     def is_early(self) -> bool:
@@ -69,7 +73,10 @@ class Leg:
 
 
 def prefill_params(call: Call) -> Params:
-    """P: compute this prompt and keep its KV for somebody."""
+    """P: compute this prompt and keep its KV for somebody; earlier turns' is found there."""
+    if call.history is not None:
+        own = {"transfer_id": call.transfer_id, "transfer_mode": call.mode.value}
+        return {**call.history, "do_remote_decode": True, "do_remote_prefill": False, **own}
     return {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -121,6 +128,7 @@ def prefill_leg(call: Call) -> Leg:
 
 def decode_leg(call: Call, params: Params, dp_rank: int | None = None) -> Leg:
     """The request to D, or to its rank: the client's own, plus where the KV comes from."""
+    params = {**params, "keep_history": call.keeps}
     body = dict(call.body) | {"kv_transfer_params": params}
     return Leg(_encode(body), _headers(call, dp_rank), bool(body.get("stream")))
 

@@ -61,6 +61,17 @@ class RouterMetrics:
             "Changes of the instances file that could not be used",
             registry=self.registry,
         )
+        self.turns = Counter(
+            "kvcourier_router_turns",
+            "Calls of conversations, by whether a turn before told of KV that is kept",
+            ["state"],
+            registry=self.registry,
+        )
+        self.conversations = Gauge(
+            "kvcourier_router_conversations",
+            "Conversations of which a turn's state is kept",
+            registry=self.registry,
+        )
         self.in_flight = Gauge(
             "kvcourier_router_in_flight", "Calls being served", registry=self.registry
         )

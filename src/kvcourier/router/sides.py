@@ -43,13 +43,18 @@ class Side:
         tried: Collection[Instance] = (),
         prompt: Prompt = NO_PROMPT,
         conversation: str = "",
+        preferred: str = "",
     ) -> Instance | None:
         """The next instance for `mode` that was not tried yet, or None if there is none.
 
-        No mode means that no KV is to be moved.
+        No mode means that no KV is to be moved. The one named `preferred` comes first, if nothing
+        speaks against it.
         """
         instances = self.instances
         candidates = [each.candidate(mode, prompt, each not in tried) for each in instances]
+        for instance, each in zip(instances, candidates, strict=True):
+            if each.name == preferred and each.usable and each.reachable and each.trusted:
+                return instance
         need = Need(next(self._turns), prompt.num_parts, conversation)
         index = choose(self.policy, candidates, need)
         return None if index is None else instances[index]
