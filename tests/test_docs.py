@@ -95,20 +95,21 @@ def literal_strings(function: object) -> set[str]:
 
 
 def keys_read() -> set[str]:
-    """First arguments of the calls by which `parse_params` reads a field."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(params.parse_params)))
+    """First arguments of the calls by which `parse_params` and its helpers read a field."""
     found = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(inspect.getsource(params))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
-            reader = ast.unparse(node.func)
-            if reader.startswith("fields.") or reader == "params.get":
-                found.add(ast.literal_eval(node.args[0]))
+            reader, key = ast.unparse(node.func), node.args[0]
+            is_read = reader.startswith(("fields.", "self.")) or reader.endswith("params.get")
+            if is_read and isinstance(key, ast.Constant):
+                found.add(key.value)
     return found
 
 
 def keys_returned() -> set[str]:
-    """Keys that `handoff_params` puts in, in a dictionary or one by one."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(params.handoff_params)))
+    """Keys that holders' answers have, in a dictionary or one by one."""
+    sources = map(inspect.getsource, (params.handoff_params, params.history_params))
+    tree = ast.parse("\n".join(sources))
     return {
         ast.literal_eval(key)
         for node in ast.walk(tree)

@@ -18,6 +18,7 @@ class Stream:
         error: the error object of a bad status or of an error event; for a connection that broke
             without a word, one with an empty message.
         is_done: whether the stream has ended with `[DONE]`.
+        keys: of all events.
     """
 
     def __init__(self, response: httpx.Response) -> None:
@@ -25,6 +26,7 @@ class Stream:
         self.token_ids: list[int] = []
         self.error: dict[str, Any] | None = None
         self.is_done = False
+        self.keys: set[str] = set()
         self._rest = self._events()
 
     def read(self, num_tokens: int | None = None) -> "Stream":
@@ -34,6 +36,7 @@ class Stream:
             if event is None:
                 break
             self.error = event.get("error", self.error)
+            self.keys |= event.keys()
             for choice in event.get("choices", ()):
                 self.token_ids += choice.get("token_ids") or ()
         return self
