@@ -17,8 +17,8 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 PARTS = {8: tl.uint64, 4: tl.uint32, 2: tl.uint16, 1: tl.uint8}
 
 PROGRAM_WORDS = 1024
-"""Words that a program sums up at a time: with its one warp, 32 of each thread. On an H200 that reads
-3.6 TB/s; as many words a thread in more warps read less, other numbers of words much less."""
+"""Words that a program sums up at a time: with its one warp, 32 of each thread. On an H200 that
+reads 3.6 TB/s; as many in more warps read less, other numbers of words a thread much less."""
 _NUM_WARPS = 1
 _MOST_WORDS = 128
 
