@@ -377,6 +377,9 @@ def test_malformed_handshakes_are_dropped(world, dead_port):
         channel.ask(address, payload)
     describe(prefill, channel)
     world.still_works(prefill, decode)
+    # Whoever looks at P sees that something speaks to it that is no peer.
+    # The last one is of another version, and is answered so.
+    prefill.wait_until(lambda: dropped(prefill, "malformed") == 3)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

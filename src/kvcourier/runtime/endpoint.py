@@ -38,7 +38,7 @@ from kvcourier.core.params import (
 )
 from kvcourier.core.token_proof import TokenProof
 from kvcourier.core.workspace import Counted
-from kvcourier.errors import ParamsError
+from kvcourier.errors import ParamsError, RemoteProtocolError
 from kvcourier.ids import (
     HoldId,
     Rank,
@@ -122,7 +122,7 @@ class KvEndpoint:
             self._server = self._surroundings.open_server(
                 config.side_channel_host,
                 config.side_channel_port,
-                lambda payload: inquiry.answer(payload, self._offer, self._about),
+                self._answer,
                 config.limits.max_message_bytes,
                 config.keys,
             )
@@ -347,6 +347,14 @@ class KvEndpoint:
         }
 
     # Inside.
+
+    def _answer(self, payload: bytes) -> bytes:
+        """On the handshake server's thread; raises RemoteProtocolError, and counts it."""
+        try:
+            return inquiry.answer(payload, self._offer, self._about)
+        except RemoteProtocolError:
+            self._metrics.dropped("malformed")
+            raise
 
     def _open_rank(self, cache: RankCache, server_port: int) -> handshake.RankOffer:
         rank = cache.rank
