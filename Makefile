@@ -19,7 +19,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 MANIFESTS := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm bench worlds chaos soak fuzz lint format setup setup-vllm clean
+.PHONY: help demo test test-vllm bench worlds chaos alerts soak fuzz lint format setup setup-vllm clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,10 @@ worlds: $(DEV_STAMP)  ## run random worlds on virtual time: SEEDS=0:300, or one 
 chaos: $(DEV_STAMP)  ## kill, stop and cut off real processes, and write what came of it into the docs
 	PYTHONPATH=tests $(BIN)/python -m chaos.run --json benchmarks/results/chaos.json \
 	    --page docs/failure-model.md $(ARGS)
+
+alerts: $(DEV_STAMP)  ## the alert rules in a real Prometheus, in good times and bad, and into the docs
+	PYTHONPATH=tests $(BIN)/python -m alerts.run --json benchmarks/results/alerts.json \
+	    --page docs/watching.md $(ARGS)
 
 MINUTES ?= 2
 soak: $(DEV_STAMP)  ## mixed traffic on real processes, one killed each minute: MINUTES=2, ARGS="--seed 7"

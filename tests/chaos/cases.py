@@ -156,7 +156,7 @@ class Scene:
         """Bring a request to its phase, let it happen, and look."""
         phase = PHASES[case.mode, case.phase]
         for whom, point in phase.holds.items():
-            (self._folders[whom] / point).touch()
+            self.hold(whom, point)
         client = Client(self.cluster.router, case.mode, LONG if phase.is_streaming else NUM_TOKENS)
         client.start()
         self._wait_for(phase, client)
@@ -178,6 +178,15 @@ class Scene:
             assert client.has_tokens.wait(SEEN_S), client.said
         for server in map(self.side, phase.watching):
             until(lambda server=server: server.metric("kvcourier_watched_peers"), "no watch")
+
+    def hold(self, whom: str, point: str) -> None:
+        """Whoever comes to this point stands still there from now on."""
+        (self._folders[whom] / point).touch()
+
+    def wait_reached(self, whom: str, point: str) -> None:
+        """Until somebody stands still there."""
+        reached = self._folders[whom] / f"{point}.reached"
+        until(reached.exists, f"{whom} does not come to {point}")
 
     def let_go(self, *sides: str) -> None:
         """Nothing stands still any more."""
