@@ -103,11 +103,14 @@ MESSAGES: dict[str, AnyMessage] = {
     "renew": Renew(
         DECODE,
         9,
-        [RenewItem(NAME, "cmpl-7-0123abcd", reads=True), RenewItem(HoldName(), "r")],
+        [
+            RenewItem(NAME, "cmpl-7-0123abcd", True, bytes(range(16)), 65),
+            RenewItem(HoldName(), "r"),
+        ],
         "10.0.0.2",
         5601,
     ),
-    "renewed": Renewed(PREFILL, 9, 30.0, ["a"], ["b"], ["c", "d"]),
+    "renewed": Renewed(PREFILL, 9, 30.0, ["a"], ["b"], ["c", "d"], ["e"]),
     "open_stream": OpenStream(
         PREFILL, 5, Landed(PREFILL, "cmpl-7-0123abcd", 16, 24, 0, 0, [0, 1]), 1 << 27, 3
     ),

@@ -516,7 +516,7 @@ def test_a_prompt_that_nobody_wants_any_more_when_it_comes_is_not_kept(ends):
     pair.settle()
 
 
-def test_a_prompt_that_was_read_before_its_engine_told_of_it_is_proven_and_let_go():
+def test_a_prompt_that_was_read_before_its_engine_told_of_it_is_proven_then():
     """An engine in another process speaks by its own socket: D may be heard first."""
     pair = Pair()
     span = TokenSpan(0, 40)
@@ -528,9 +528,13 @@ def test_a_prompt_that_was_read_before_its_engine_told_of_it_is_proven_and_let_g
     pair.want_pull("d1", "p1", blocks)
     assert pair.reserve("d1", "hello", 0, 40)
     pair.deliver_all()
-    assert pair.decode.outcomes("d1") == RECEIVED
     pair.engine(pair.prefill, HoldBegun(RequestId("p1"), hold_id, None))
+    pair.deliver_all()
+    assert not pair.decode.outcomes("d1"), "nobody knows yet whether these are its blocks"
     pair.engine(pair.prefill, PrefillFinished(RequestId("p1"), blocks, 40))
+    pair.advance(0.6)
+    pair.deliver_all()
+    assert pair.decode.outcomes("d1") == RECEIVED
     assert pair.prefill.outcomes("p1") == SENT
     assert not leases_run_out(pair)
     pair.settle()

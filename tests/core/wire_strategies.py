@@ -40,7 +40,8 @@ def _strategy(info: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.EnumType():
             return st.sampled_from(info.cls)
         case inspect.BytesType():
-            return st.binary(max_size=_LONG_TEXT)
+            low, high = info.min_length or 0, info.max_length or _LONG_TEXT
+            return st.binary(min_size=low, max_size=high)
         case inspect.BoolType():
             return st.booleans()
         case inspect.NoneType():

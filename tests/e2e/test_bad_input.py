@@ -313,10 +313,10 @@ class StaleField:
 STALE_FIELDS = {
     "block out of range": StaleField({"remote_block_ids": [[0, 1, NUM_BLOCKS]]}, "block"),
     "too few blocks": StaleField({"remote_block_ids": [[0]]}, "block"),
-    "unknown hold": StaleField({"remote_hold_id": "life:99"}, "does not hold"),
+    "unknown hold": StaleField({"remote_hold_id": "life:99"}, "not held any more"),
     "unknown request": StaleField(
         {"remote_request_id": "nobody", "remote_hold_id": None, "transfer_id": "nobody"},
-        "does not hold",
+        "not held any more",
     ),
     "another life": StaleField({"remote_incarnation": "before"}, "restarted"),
     "another engine": StaleField({"remote_engine_id": "somebody"}, "somebody"),
@@ -345,6 +345,41 @@ def test_stale_fields(unharmed: Cluster, single: Engine, case: str) -> None:
         assert response.status_code == 503, response.text
 
 
+def test_blocks_of_another_prompt(unharmed: Cluster, single: Engine) -> None:
+    """A hold of one's own, and the block ids of somebody else's: nothing of that is ever used."""
+    secret, prompt = fresh_prompt(3 * BLOCK_SIZE), fresh_prompt(3 * BLOCK_SIZE)
+    others, good = hand_off(unharmed, secret), hand_off(unharmed, prompt)
+    before = unharmed.prefill.metric("kvcourier_references_refused_total")
+    forged = {**good, "remote_block_ids": others["remote_block_ids"]}
+    response = unharmed.decode.post(body_of(prompt, kv_transfer_params=forged))
+    assert response.status_code == 503, response.text
+    assert "does not hold this KV in the blocks" in response.json()["error"]["message"]
+    assert unharmed.prefill.metric("kvcourier_references_refused_total") > before
+    # Both prompts are still held, for those who name them right.
+    for own, params in ((secret, others), (prompt, good)):
+        response = unharmed.decode.post(body_of(own, kv_transfer_params=params))
+        (expected,) = generate(single, [own], max_tokens=NUM_TOKENS)
+        assert response.json()["choices"][0]["token_ids"] == expected
+
+
+def test_a_hold_that_is_yet_to_come(unharmed: Cluster) -> None:
+    good = hand_off(unharmed, fresh_prompt(3 * BLOCK_SIZE))
+    life, _, serial = good["remote_hold_id"].rpartition(":")
+    named = {"remote_hold_id": f"{life}:{int(serial) + 1000}", "remote_request_id": "nobody"}
+    forged = {**good, **named, "transfer_id": "nobody"}
+    body = body_of(fresh_prompt(3 * BLOCK_SIZE), kv_transfer_params=forged)
+    response = unharmed.decode.post(body)
+    assert response.status_code == 503, response.text
+    assert "not held any more" in response.json()["error"]["message"]
+    let_go(unharmed, good)
+
+
+def let_go(cluster: Cluster, params: dict[str, Any]) -> None:
+    """Nobody will collect it; the cluster is to be idle again."""
+    server = cluster.prefill
+    server.client.delete(f"{server.url}/kvcourier/transfers/{params['transfer_id']}")
+
+
 def test_the_handshake_knows_the_shape_better(unharmed: Cluster, single: Engine) -> None:
     prompt = fresh_prompt(3 * BLOCK_SIZE)
     params = {**hand_off(unharmed, prompt), "tp_size": 2, "pp_size": 3}
@@ -362,7 +397,7 @@ def test_what_was_collected_is_gone(unharmed: Cluster, single: Engine) -> None:
     assert first.json()["choices"][0]["token_ids"] == expected
     second = unharmed.decode.post(body_of(other, kv_transfer_params=params))
     assert second.status_code == 503
-    assert "does not hold" in second.json()["error"]["message"]
+    assert "not held any more" in second.json()["error"]["message"]
 
 
 def test_push_of_a_prompt_that_never_comes(unharmed: Cluster) -> None:

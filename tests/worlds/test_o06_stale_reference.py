@@ -113,6 +113,37 @@ def test_o6_a_reference_to_a_former_life(policy):
         assert "restarted" in answer.error
 
 
+@pytest.mark.parametrize("policy", LoadPolicy)
+def test_o6_blocks_of_somebody_elses_prompt(policy):
+    scene = scene_with(policy)
+    params = reference(scene, "p0")
+    secret = reference(scene, "p0", range(300, 308), "p-901")
+    # The hold is one's own and stands; the blocks are another client's.
+    own, other = params["remote_block_ids"][0], secret["remote_block_ids"][0]
+    forged = params | {"remote_block_ids": [[*other, *own[len(other) :]]]}
+    answer = read(scene, "d0", forged, "d-900")
+    assert scene.count("p0", "references_refused") >= 1
+    if policy is LoadPolicy.FAIL:
+        assert "does not hold this KV in the blocks" in answer.error
+        # It cost the hold nothing.
+        assert said_right(read(scene, "d0", params, "d-902"), PROMPT)
+    else:
+        assert said_right(answer, PROMPT)
+    scene.world.settle()
+
+
+@pytest.mark.parametrize("policy", LoadPolicy)
+def test_o6_a_hold_that_is_yet_to_come(policy):
+    scene = scene_with(policy)
+    params = reference(scene, "p0")
+    forged = params | {"remote_hold_id": "p0.1:1000", "remote_request_id": "p-999"}
+    before = scene.now
+    require_stale(scene, "d0", read(scene, "d0", forged, "d-900"), policy)
+    ended = scene.life("d0").endpoint.story("d-900")[-1]["at_unix_s"]
+    asked = scene.life("d0").endpoint.story("d-900")[0]["at_unix_s"]
+    assert before >= 0 and ended - asked < SHORT.handshake_timeout_s
+
+
 def test_o6_a_good_reference_is_taken():
     scene = scene_with(LoadPolicy.FAIL)
     assert said_right(read(scene, "d0", reference(scene, "p0"), "d-900"), PROMPT)

@@ -15,6 +15,7 @@ from kvcourier.core.messages import (
     RenewItem,
     hold_name,
 )
+from kvcourier.core.references import block_digest
 from kvcourier.core.wants import Link, Want
 from kvcourier.core.workspace import Workspace
 from kvcourier.ids import InstanceAddress
@@ -80,8 +81,14 @@ class Asks:
         )
 
     def renewal(self, want: Want, link: Link) -> RenewItem:
-        """Keep the hold alive."""
-        return RenewItem(name_of(want, link), want.request_id, want.mode is TransferMode.PULL)
+        """Keep the hold alive, and say what we READ of it, as soon as that is known."""
+        name, reads, offer = name_of(want, link), want.mode is TransferMode.PULL, link.offer
+        num_tokens = (offer.num_tokens or want.span.stop) if offer is not None else 0
+        if offer is None or not num_tokens or not want.reads:
+            return RenewItem(name, want.request_id, reads)
+        link.blocks = link.blocks or block_digest(offer.block_ids)
+        link.shown_at = min(link.shown_at, self._space.now)
+        return RenewItem(name, want.request_id, reads, link.blocks, num_tokens)
 
     def cancel(self, want: Want, link: Link) -> None:
         """Write no more, and say when nothing is in flight.

@@ -41,6 +41,8 @@ class Heartbeats:
             self._wanter.on_lease_answer(peer, RequestId(request_id), asked_at, message.granted_s)
         for request_id in message.served:
             self._wanter.on_served(peer, RequestId(request_id))
+        for request_id in message.refused:
+            self._wanter.on_reference_refused(peer, RequestId(request_id))
         for request_id in message.unknown:
             self._wanter.on_lease_refused(peer, RequestId(request_id), asked_at)
 

@@ -52,6 +52,7 @@ from kvcourier.errors import LocalProtocolError
 from kvcourier.ids import Incarnation, InstanceAddress, PeerRank, RequestId, hold_serial
 
 _MAX_REMEMBERED = 4096
+_GRACE_RESENDS = 2
 
 
 class Holder:
@@ -70,6 +71,7 @@ class Holder:
         self._ended = EndedHolds(_MAX_REMEMBERED)
         self._partings = Partings(space, self._rendezvous, self._ended)
         self._cancelled: OrderedDict[DeliveryKey, None] = OrderedDict()
+        self._foretold: OrderedDict[str, float] = OrderedDict()
         self.on_timer: Mapping[TimerKind, Callable[[Any], None]] = {
             TimerKind.REGISTRATION: self._on_registration_expired,
             TimerKind.DELIVERY: self._on_delivery_overdue,
@@ -111,6 +113,7 @@ class Holder:
         self._space.note(event.request_id, "hold_begun")
         serial = hold_serial(event.hold_id, self._space.me.incarnation)
         self._newest_hold = max(self._newest_hold, serial or 0)
+        self._foretold.pop(event.hold_id, None)
         for key in self._rendezvous.meet(event.request_id):
             self._space.cancel_timer(TimerKind.REGISTRATION, key)
             if key in self._partings:
@@ -255,7 +258,7 @@ class Holder:
         hold = self._find(message.name, message.sender.peer(), RequestId(message.request_id))
         if hold is not None and hold.state is HoldState.HELD:
             self._witness.ask(hold, message)
-        elif not (hold or self._has_yet_to_begin(message.name)):
+        elif not (hold or self._may_begin(message.name)):
             # Otherwise it is asked again.
             self._witness.refuse(message, "the prefill instance does not hold this KV any more")
 
@@ -265,6 +268,7 @@ class Holder:
         known: list[str] = []
         served: list[str] = []
         unknown: list[str] = []
+        refused: list[str] = []
         for item in message.items:
             request_id = RequestId(item.request_id)
             hold = self._find(item.name, peer, request_id)
@@ -277,24 +281,35 @@ class Holder:
                 if hold is not None and hold.state is HoldState.HELD:
                     # Until it has been checked over there.
                     self._leases.renew(hold.request_id, self._space.now, self._lease_s)
+            elif hold is not None and self._is_elsewhere(hold, item):
+                self._space.counts[Counted.REFERENCES_REFUSED] += 1
+                self._space.note(hold.request_id, "reference_refused", by=str(peer))
+                refused.append(item.request_id)
             elif hold is not None and hold.state in (HoldState.COMPUTING, HoldState.HELD):
-                # No answer, once it has waited too long: what was granted before stands.
-                if not self._has_waited_too_long(hold):
+                # No answer, once it has waited too long: what was granted before stands. None
+                # either about blocks that we have not been told of: `known` would confirm them.
+                if item.blocks is not None and hold.state is HoldState.COMPUTING:
+                    self._note_awaited(hold, peer, message, item)
+                elif not self._has_waited_too_long(hold):
                     self._leases.renew(hold.request_id, self._space.now, self._lease_s)
                     known.append(item.request_id)
                     self._note_awaited(hold, peer, message, item)
                 offered = delivery is not None and delivery.state is DeliveryState.OFFERED
                 if delivery is not None and offered and item.name.hold_id is None:
                     self._deliveries.offer(delivery)
-            elif (peer, request_id) in self._waiting or self._has_yet_to_begin(item.name):
+            elif (peer, request_id) in self._waiting:
                 known.append(item.request_id)
+            elif self._may_begin(item.name):
+                continue
             elif self._ended.served(item.name, peer, request_id):
                 served.append(item.request_id)
             else:
                 unknown.append(item.request_id)
         self._space.send(
             peer,
-            Renewed(self._space.sender, message.serial, self._lease_s, known, served, unknown),
+            Renewed(
+                self._space.sender, message.serial, self._lease_s, known, served, unknown, refused
+            ),
         )
 
     # From the world.
@@ -457,7 +472,7 @@ class Holder:
             self._deliveries.refuse(registration, f"{NOT_HELD}: {ended.reason}")
             return
         name = registration.message.name
-        if name.hold_id is not None and not self._has_yet_to_begin(name):
+        if name.hold_id is not None and not self._may_begin(name):
             self._deliveries.refuse(registration, NOT_HELD)
             return
         full = len(self._waiting) >= self._space.limits.max_waiting_registrations
@@ -496,10 +511,27 @@ class Holder:
         elif not self._space.allows(address):
             self._space.refuse_peer(address)
 
-    def _has_yet_to_begin(self, name: HoldName) -> bool:
-        """Whether it names a hold of this life that our engine has not told us of yet."""
+    def _may_begin(self, name: HoldName) -> bool:
+        """Whether it names a hold of this life that our engine may tell us of in a moment.
+
+        An engine in another process tells us by a way of its own. That takes no longer than a few
+        messages: who has made a name up gets no more time.
+        """
         serial = hold_serial(name.hold_id, self._space.me.incarnation)
-        return serial is not None and serial > self._newest_hold
+        if name.hold_id is None or serial is None or serial <= self._newest_hold:
+            return False
+        asked_at = self._foretold.setdefault(name.hold_id, self._space.now)
+        if len(self._foretold) > _MAX_REMEMBERED:
+            self._foretold.popitem(last=False)
+        return self._space.now - asked_at <= _GRACE_RESENDS * self._space.timing.resend_s
+
+    def _is_elsewhere(self, hold: Hold, item: RenewItem) -> bool:
+        """Whether somebody was sent to blocks that are not this hold's."""
+        if hold.state is not HoldState.HELD or item.blocks is None:
+            return False
+        own = self._space.geometries[self._space.me.rank]
+        windowed = any(group.window is not None for group in own)
+        return not hold.lies_in(item.blocks, item.num_tokens or 0, exactly=windowed)
 
     def _remember_cancelled(self, key: DeliveryKey) -> None:
         self._cancelled[key] = None

@@ -13,6 +13,7 @@ from kvcourier.core.events import BlockGroups
 from kvcourier.core.lifecycle import DELIVERY, DeliveryEvent, DeliveryState, HoldState, step
 from kvcourier.core.messages import HoldName, Register
 from kvcourier.core.outgoing import Outgoing
+from kvcourier.core.references import block_digest
 from kvcourier.core.rendezvous import Claim
 from kvcourier.core.workspace import Owner
 from kvcourier.ids import (
@@ -117,6 +118,7 @@ class Hold:
         held_since: when prefill has finished.
         keep_s: how long it is kept for somebody who may come later, if for such a one; then it is
             had by its hold id alone.
+        digest: of `block_ids`, once prefill has finished and somebody READs them.
         lent: `block_ids` are kept for us; the engine is owed RELEASED.
         continuation: what our engine gave for the wanter's when prefill finished.
         written: positions written of single layers, where these are ahead of `written_of_all`.
@@ -136,6 +138,7 @@ class Hold:
     num_tokens: int = 0
     held_since: float = 0.0
     keep_s: float | None = None
+    digest: bytes | None = None
     lent: bool = False
     continuation: str | None = None
     written_of_all: int = 0
@@ -184,6 +187,17 @@ class Hold:
     def num_written(self, layer: int) -> int:
         """Positions of a layer that are written, from 0 on."""
         return max(self.written_of_all, self.written.get(layer, 0))
+
+    def lies_in(self, blocks: bytes, num_tokens: int, *, exactly: bool) -> bool:
+        """Whether so many tokens of it are in the blocks of this digest.
+
+        `exactly`: no other number will do, as it says where a window's blocks begin.
+        """
+        if self.digest is None:
+            self.digest = block_digest(self.block_ids)
+        fewest = self.num_tokens if exactly else 1
+        fits = fewest <= num_tokens <= self.num_tokens
+        return fits and blocks == self.digest
 
     def is_meant_by(self, name: HoldName) -> bool:
         """Whether a name, by which it was found, promises this very hold and not one before it."""

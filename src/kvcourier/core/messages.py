@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvcourier.config import Limits
+from kvcourier.core.references import DIGEST_BYTES
 from kvcourier.errors import RemoteProtocolError, clip
 from kvcourier.ids import (
     EngineId,
@@ -25,17 +26,19 @@ from kvcourier.ids import (
 )
 from kvcourier.layout.geometry import TokenSpan
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """1: first version. 2: offers have cache groups and staging memory, lists of block ids begin with
 the window, packed streams, a `Landed` with a newer epoch voids older ones. 3: a `Landed` may carry
 a continuation; beats, nudges; `Computed`, so that no tile waits for the end of prefill; a wanter
-that registers may rather be told by `Held` what to READ."""
+that registers may rather be told by `Held` what to READ. 4: a `Renew` says which blocks are READ,
+and `Renewed` if they are not the hold's."""
 
 REGISTRATION_PREFIX = b"PUSH_REG:"
 """Starts a registration's notification, as in vLLM, so that a foreign one is recognised."""
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+BlockDigest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 RankPair = tuple[Index, Index]
 
@@ -259,12 +262,15 @@ class Digested(Message, frozen=True, tag="digested"):
 class RenewItem(msgspec.Struct, frozen=True):
     """One hold to keep alive; `request_id` is the wanter's and comes back in the answer.
 
-    `reads`: the wanter is going to READ it, and not to be written to.
+    `reads`: the wanter is going to READ it, and not to be written to. `blocks`: from where, as a
+    digest of the block ids (`references.block_digest`), which hold `num_tokens` tokens.
     """
 
     name: HoldName
     request_id: Text
     reads: bool = False
+    blocks: BlockDigest | None = None
+    num_tokens: Index | None = None
 
 
 class Renew(Message, frozen=True, tag="renew"):
@@ -286,8 +292,9 @@ class Renewed(Message, frozen=True, tag="renewed"):
 
     `known` holds are kept for at least `granted_s` from when the `Renew` was *sent*, whatever
     the two clocks say: the promise starts later than the question. `served` ones are over
-    because this wanter rank has everything. `unknown` ones are not held. One in none of the lists
-    stands as long as was granted before, and no longer.
+    because this wanter rank has everything. `unknown` ones are not held. `refused` ones are held,
+    but not in the blocks that were named. One in none of the lists stands as long as was granted
+    before, and no longer; or it was named before it was there, and is to be asked for again.
     """
 
     sender: SenderFields
@@ -296,6 +303,7 @@ class Renewed(Message, frozen=True, tag="renewed"):
     known: list[Text]
     served: list[Text]
     unknown: list[Text]
+    refused: list[Text] = []
 
 
 class Beat(Message, frozen=True, tag="beat"):
@@ -452,6 +460,7 @@ def _check_lengths(message: AnyMessage | ShareItem, limits: Limits) -> None:
         ("unknown", limits.max_waiting_registrations),
         ("shares", limits.max_layers),
         ("digests", limits.max_layers),
+        ("refused", limits.max_waiting_registrations),
         ("slots", limits.max_slots),
         ("unused_slots", limits.max_slots),
     )

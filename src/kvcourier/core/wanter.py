@@ -61,6 +61,12 @@ _TIMEOUT_REASONS = {
 }
 
 
+_REFUSED = (
+    "the prefill instance does not hold this KV in the blocks, or with the number of tokens, that "
+    "the request says"
+)
+
+
 WritePreference = Callable[[PostRead], bool]
 """Whether what this READ would move should rather be written by its holder."""
 
@@ -296,6 +302,7 @@ class Wanter:
         if want is None or link is None:
             return
         link.proven_until = max(link.proven_until, asked_at + granted_s)
+        link.confirmed = link.confirmed or asked_at >= link.shown_at
         if want.state is WantState.REGISTERED:
             self._space.set_timer(
                 TimerKind.WANT, request_id, self._space.timing.push_registration_timeout
@@ -316,6 +323,16 @@ class Wanter:
         if pulling or forgotten:
             self._space.counts[Counted.STALE_REFUSED] += 1
             self._end(want, Outcome.RECEIVE_FAILED, NOT_HELD, Cause.NOT_HELD)
+
+    def on_reference_refused(self, peer: PeerRank, request_id: RequestId) -> None:
+        """A source rank holds it, but not in the blocks that we were sent to."""
+        want, link = self._match(peer, request_id)
+        if want is None or link is None:
+            return
+        link.refused = True
+        if want.reads and want.state in (WantState.READING, WantState.PROVING):
+            self._space.counts[Counted.STALE_REFUSED] += 1
+            self._end(want, Outcome.RECEIVE_FAILED, _REFUSED)
 
     # From the world.
 
@@ -381,6 +398,7 @@ class Wanter:
             self._space.set_timer(
                 TimerKind.WANT, want.request_id, self._space.timing.handshake_timeout_s
             )
+            self._space.set_timer(TimerKind.RESEND, want.request_id, self._space.timing.resend_s)
             self._prove(want)
         else:
             self._release_if_quiet(want)
@@ -514,8 +532,11 @@ class Wanter:
         self._space.watch(want.address)
 
     def _prove(self, want: Want) -> None:
-        """A READ counts only if every holder still held the KV when it had ended."""
-        if all(link.proven_until >= want.read_completed_at for link in want.sources):
+        """A READ counts only if every holder still held the KV when it had ended, and in the very
+        blocks that were read."""
+        if all(
+            link.confirmed and link.proven_until >= want.read_completed_at for link in want.sources
+        ):
             self._check_or_receive(want, WantEvent.PROVEN)
 
     def _check_or_receive(self, want: Want, event: WantEvent) -> None:
@@ -637,6 +658,9 @@ class Wanter:
                     self._asks.register(want, link)
         elif want.state is WantState.CHECKING:
             self._checks.ask_again(want)
+        elif want.state is WantState.PROVING:
+            # The question or its answer was lost, or the hold had yet to be told to its holder.
+            self._space.set_timer(TimerKind.ASK, request_id, 0.0)
         elif want.state is WantState.QUARANTINED and not want.reads:
             for link in want.sources:
                 if link.may_write:
@@ -650,6 +674,9 @@ class Wanter:
     def _let_go(self, want: Want, *, read: bool) -> None:
         """Free the holder ranks that do not know by themselves that we need nothing more."""
         for link in want.links.values():
+            if link.refused:
+                # It may be somebody else's, and not ours to end.
+                continue
             reads = want.reads and not want.registered
             checked = read and want.state is WantState.CHECKING
             if reads or checked or not link.routes or want.state is WantState.PARTING:
@@ -698,6 +725,8 @@ def _mismatch(want: Want, peer: Peer) -> str:
         return "the other instance was restarted since; its KV is gone"
     if peer.why_not_to_us or want.offer is None:
         return peer.why_not_to_us
+    if any(link.refused for link in want.sources):
+        return _REFUSED
     problems = (_unusable(want, link, want.offer) for link in want.sources)
     return next(filter(None, problems), "")
 

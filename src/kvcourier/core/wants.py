@@ -73,6 +73,10 @@ class Link:
         acknowledged: it has our registration.
         check: whether what has come is what it holds; None before that is asked.
         proven_until: until when, on our clock, it certainly keeps the hold (pull).
+        blocks: the digest of what is offered, once it was needed.
+        shown_at: since when it is asked about the very blocks that we READ.
+        confirmed: it has said that these are the hold's.
+        refused: it has said that they are not.
     """
 
     peer: PeerRank
@@ -87,6 +91,10 @@ class Link:
     acknowledged: bool = False
     check: Check | None = None
     proven_until: float = -math.inf
+    blocks: bytes | None = None
+    shown_at: float = math.inf
+    confirmed: bool = False
+    refused: bool = False
 
     def expect(self, span: TokenSpan) -> None:
         """Nothing has landed, and all that is needed of `span` is to come."""

@@ -36,6 +36,7 @@ class Counted(enum.StrEnum):
     STALE_REFUSED = "stale_refused"
     INTEGRITY_FAILURES = "integrity_failures"
     INTEGRITY_CHECKS = "integrity_checks"
+    REFERENCES_REFUSED = "references_refused"
     MESSAGES_IGNORED = "messages_ignored"
     QUARANTINES_EXPIRED = "quarantines_expired"
     PEERS_LOST = "peers_lost"

@@ -189,6 +189,7 @@ HELP: Mapping[str, str] = {
     "integrity_checks": "Transfers whose KV was compared with what their source holds.",
     "integrity_failures": "Transfers of which it differed; none of them was accepted.",
     "stale_refused": "Messages about KV that is no longer, or never was, held or wanted.",
+    "references_refused": "Requests that named other blocks than those of the KV they named.",
     "messages_ignored": "Well-formed messages that fitted no request.",
     "quarantines_expired": "Memory given back although a silent peer had never confirmed.",
     "peers_lost": "Peers that went away or were replaced.",

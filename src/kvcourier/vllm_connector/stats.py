@@ -48,6 +48,7 @@ _FROM_CORE: Mapping[str, Counted] = {
     # What vLLM has no name for has ours.
     "num_registrations_expired": Counted.REGISTRATIONS_EXPIRED,
     "num_registrations_refused": Counted.REGISTRATIONS_REFUSED,
+    "num_references_refused": Counted.REFERENCES_REFUSED,
     "num_repairs": Counted.REPAIRS,
     "num_integrity_checks": Counted.INTEGRITY_CHECKS,
     "num_integrity_failures": Counted.INTEGRITY_FAILURES,
@@ -82,6 +83,10 @@ COUNTS: Mapping[str, tuple[str, str]] = {
     "num_registrations_refused": (
         "kvcourier:registrations_refused",
         HELP[Counted.REGISTRATIONS_REFUSED],
+    ),
+    "num_references_refused": (
+        "kvcourier:references_refused",
+        HELP[Counted.REFERENCES_REFUSED],
     ),
     "num_repairs": ("kvcourier:repairs", HELP[Counted.REPAIRS]),
     "num_integrity_checks": ("kvcourier:integrity_checks", HELP[Counted.INTEGRITY_CHECKS]),
