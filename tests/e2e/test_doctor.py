@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from zmq.auth import create_certificates
 
 from e2e.cluster import (
     BLOCK_SIZE,
@@ -113,6 +114,47 @@ def hasty(pair: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield server
 
 
+@dataclass(frozen=True)
+class Locked:
+    """An instance that wants keys, and the flags with which a doctor has them."""
+
+    url: str
+    api_key: str
+    channel_keys: tuple[str, ...]
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
+    """An instance with API keys and side-channel keys; it knows the doctor's."""
+    folder = tmp_path_factory.mktemp("locked")
+    keys = folder / "keys"
+    keys.mkdir()
+    secrets = {}
+    for name in ("locked", "doctor"):
+        public, secrets[name] = create_certificates(folder, name)
+        Path(public).rename(keys / f"{name}.key")
+    (folder / "api").write_text("a-key\n")
+    with running_servers(folder) as start:
+        server = start(
+            "locked",
+            "serve",
+            *instance_flags("locked", "prefill"),
+            f"--api-key-file={folder / 'api'}",
+            f"--side-channel-key={secrets['locked']}",
+            f"--side-channel-peer-keys={keys}",
+        )
+        server.wait_ready()
+        yield Locked(
+            server.url,
+            f"--api-key-file={folder / 'api'}",
+            (
+                "--engine-id=doctor",
+                f"--side-channel-key={secrets['doctor']}",
+                f"--side-channel-peer-keys={keys}",
+            ),
+        )
+
+
 def urls(prefill: Server, decode: Server) -> tuple[str, str]:
     """Flags that name a pair."""
     return f"--prefill={prefill.url}", f"--decode={decode.url}"
@@ -141,7 +183,7 @@ def test_without_prompts_nothing_is_computed(pair: Cluster) -> None:
     before = pair.prefill.metric("kvcourier:prompt_tokens_total")
     ended = run_doctor([f"--router={pair.router.url}", "--no-prompts"])
     assert ended.returncode == 0, ended.stdout
-    assert "0 errors, 0 warnings" in ended.stdout and "handshake: P and D fit?" in ended.stdout
+    assert "0 errors, 0 warnings" in ended.stdout and "handshake: P and D fit\n" in ended.stdout
     assert pair.prefill.metric("kvcourier:prompt_tokens_total") == before
 
 
@@ -221,6 +263,16 @@ def test_a_full_decode_instance(pair: Cluster) -> None:
     assert any("is full" in each for each in seen.of("answers", "note"))
     assert seen.exit_code == 3
     pair.wait_idle()
+
+
+def test_keys_that_are_missing_are_named_one_by_one(locked: Locked) -> None:
+    prefill = f"--prefill={locked.url}"
+    assert "API key" in visit(prefill, "--no-prompts").of("http", "error")[0]
+    seen = visit(prefill, locked.api_key, "--no-prompts")
+    assert "side-channel keys" in seen.of("side-channel", "error")[0]
+    seen = visit(prefill, locked.api_key, *locked.channel_keys)
+    assert seen.troubles() == []
+    assert any("brought the same" in each for each in seen.of("fetch", "ok"))
 
 
 def test_a_flag_that_cannot_be_used() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from .models import write_qwen3
-from .servers import Vllm, needs_vllm, spec_of, started, tokens
+from .servers import Vllm, needs_vllm, spec_of, started, tokens, wait_until
 
 ASK_S = 300.0
 pytestmark = needs_vllm
@@ -58,27 +58,30 @@ def visit(*flags: str) -> tuple[int, dict[tuple[str, str], list[str]]]:
     return ended.returncode, found
 
 
-def test_a_healthy_pair_has_no_trouble(pair: tuple[Vllm, Vllm]) -> None:
-    prefill, decode = pair
+@pytest.mark.parametrize("told", [True, False], ids=["as the router is told", "by URL alone"])
+def test_a_healthy_pair_has_no_trouble(pair: tuple[Vllm, Vllm], told: bool) -> None:
+    prefill, decode = (spec_of(one) if told else one.url for one in pair)
     code, found = visit(
-        f"--prefill={spec_of(prefill)}",
-        f"--decode={spec_of(decode)}",
+        f"--prefill={prefill}",
+        f"--decode={decode}",
         "--client-timeout=600",
         "--answer-timeout=60",
     )
     assert {key: told for key, told in found.items() if key[1] in ("warning", "error")} == {}
     assert code == 0
     assert found["connector", "ok"] == ["vLLM with CourierConnector"] * 2
+    assert len(found["side-channel", "ok"]) == 2
     assert sum("brought the same" in each for each in found["fetch", "ok"]) == 2
     assert len(found["answers", "ok"]) == 2
-    for server in (prefill, decode):
+    for server in pair:
         assert server.metric("vllm:nixl_num_failed_transfers_total") == 0
+        wait_until(lambda server=server: server.metric("vllm:kv_cache_usage_perc") == 0, 10)
         assert server.metric("vllm:nixl_num_kv_expired_reqs_total") == 0
 
 
-def test_without_coordinates_what_was_not_asked_is_said(pair: tuple[Vllm, Vllm]) -> None:
+def test_without_prompts_what_was_not_asked_is_said(pair: tuple[Vllm, Vllm]) -> None:
     prefill, decode = pair
-    code, found = visit(f"--prefill={prefill.url}", f"--decode={decode.url}")
+    code, found = visit(f"--prefill={prefill.url}", f"--decode={decode.url}", "--no-prompts")
     assert code == 0
     assert len(found["side-channel", "note"]) == 2
 

@@ -119,6 +119,8 @@ def doctor(
         3    warnings, and no error
         130  interrupted
     """
+    from rich.console import Console
+
     from kvcourier.api_keys import read_api_keys
     from kvcourier.cli.own_router import router_opener
     from kvcourier.doctor.attempts import attempt
@@ -150,10 +152,12 @@ def doctor(
     )
     if not (question.prefill or question.decode or question.router):
         raise ConfigError("doctor: expected --prefill and --decode, or --router, found neither")
-    with Pages(api_key, timeout) as pages:
+    # Shown on a terminal only.
+    status = Console(stderr=True).status("asking the instances")
+    with Pages(api_key, timeout) as pages, status:
         facts = gather(question, pages)
         if prompts:
-            facts = attempt(facts, question, pages, router_opener(api_key))
+            facts = attempt(facts, question, pages, router_opener(api_key), status.update)
     findings = judge(facts)
     _show(findings, json_file)
     raise typer.Exit(exit_code(findings))
@@ -182,10 +186,13 @@ def _show(findings: list["Finding"], json_file: str | None) -> None:
 
     from kvcourier.doctor.report import as_dict, as_text
 
-    if json_file is not None:
-        content = json.dumps(as_dict(findings), indent=2) + "\n"
-        if json_file == _STDOUT:
-            sys.stdout.write(content)
-            return
-        Path(json_file).write_text(content)
+    content = json.dumps(as_dict(findings), indent=2) + "\n"
+    if json_file == _STDOUT:
+        sys.stdout.write(content)
+        return
     Console(soft_wrap=True, highlight=False).print(as_text(findings))
+    if json_file is not None:
+        try:
+            Path(json_file).write_text(content)
+        except OSError as error:
+            raise ConfigError(f"--json: cannot write {json_file}: {error.strerror}") from None

@@ -5,6 +5,7 @@ what comes of them.
 """
 
 import dataclasses
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
@@ -12,33 +13,79 @@ from kvcourier.core.handshake import judge
 from kvcourier.doctor import parent
 from kvcourier.doctor.errands import FetchedTwice, FetchTwice, NixlTried, TryNixl
 from kvcourier.doctor.facts import AnswerFacts, Facts, InstanceFacts, Visit, pair_name
-from kvcourier.doctor.gather import Question
+from kvcourier.doctor.gather import Question, ask_side_channel, read_place
 from kvcourier.doctor.local import look_around
-from kvcourier.doctor.pages import Pages
-from kvcourier.doctor.prompting import block_size, make_prompt, modes_of, try_pair
+from kvcourier.doctor.pages import NotAnswered, Pages
+from kvcourier.doctor.prompting import (
+    block_size,
+    handoff_of,
+    hold_body,
+    make_prompt,
+    modes_of,
+    try_pair,
+)
 from kvcourier.errors import KVCourierError
 
 OpenRouter = Callable[[InstanceFacts, InstanceFacts], AbstractContextManager[str]]
 """Opens a router in front of this pair alone, at the URL that it gives, until the block ends."""
 
-_START_S = 60.0
+_START_S = 120.0
 """What importing NIXL may take, with torch, on a busy machine."""
 
-_FULL = 0.95
 _MAX_TOKENS_PER_WORD = 8
 
 
-def attempt(facts: Facts, question: Question, pages: Pages, open_router: OpenRouter) -> Facts:
-    """Try NIXL here, fetch KV from each instance, and send a prompt through each pair; blocks."""
+def attempt(
+    facts: Facts,
+    question: Question,
+    pages: Pages,
+    open_router: OpenRouter,
+    on_step: Callable[[str], None] = lambda what: None,
+) -> Facts:
+    """Try NIXL here, fetch KV from each instance, and send a prompt through each pair; blocks.
+
+    `on_step` is told what is done next.
+    """
+    on_step("trying NIXL on this machine")
     backends = {name for one in facts.instances if one.told for name in one.told.about.backends}
     tried = parent.run(
         TryNixl(sorted(backends) or ["UCX"]), NixlTried, _START_S + question.timeout_s
     )
     facts = dataclasses.replace(facts, machine=look_around(), nixl=tried)
     works = tried.told is not None and not tried.told.problem
-    visits = tuple(_visit(one, question, works) for one in facts.instances if one.engine.is_ours)
-    facts = dataclasses.replace(facts, visits=visits)
+    if works:
+        facts = dataclasses.replace(
+            facts,
+            prefill=tuple(_learn_place(one, question, pages) for one in facts.prefill),
+            decode=tuple(_learn_place(one, question, pages) for one in facts.decode),
+        )
+    visits = []
+    for one in facts.instances:
+        if one.engine.is_ours:
+            on_step(f"fetching KV from {one.name}")
+            visits.append(_visit(one, question, works))
+    facts = dataclasses.replace(facts, visits=tuple(visits))
+    on_step("sending prompts through P and D")
     return _send_prompts(facts, question, pages, open_router)
+
+
+def _learn_place(one: InstanceFacts, question: Question, pages: Pages) -> InstanceFacts:
+    """The same instance, with its side channel asked, if that is known only from an answer to a
+    prompt: vLLM says it nowhere else."""
+    if not one.engine.is_ours or one.place is not None or not one.models or one.is_full:
+        return one
+    name = f"{question.own_id}-{secrets.token_hex(8)}"
+    body = hold_body(one.models[0], make_prompt(0), name)
+    try:
+        reply = pages.post(f"{one.url}/v1/completions", body, timeout_s=question.answer_s)
+    except NotAnswered:
+        return one
+    handoff = handoff_of(reply)
+    keys = ("remote_engine_id", "remote_host", "remote_port")
+    place = None if handoff is None else read_place(handoff, keys, "its answer to a prompt")
+    if place is None:
+        return one
+    return ask_side_channel(dataclasses.replace(one, place=place, handoff=handoff), question)
 
 
 def _visit(one: InstanceFacts, question: Question, nixl_works: bool) -> Visit:
@@ -62,6 +109,7 @@ def _visit(one: InstanceFacts, question: Question, nixl_works: bool) -> Visit:
         modes=modes,
         tokens=_MAX_TOKENS_PER_WORD * (size + 32),
         timeout_s=question.answer_s,
+        handoff=None if one.handoff is None else dict(one.handoff),
     )
     allowed_s = _START_S + len(modes) * 3 * question.answer_s
     return Visit(one, parent.run(errand, FetchedTwice, allowed_s))
@@ -103,12 +151,11 @@ def _ways(
 
 def _why_not(one: InstanceFacts) -> str:
     """Why nothing is tried with an instance; empty if something is."""
-    usage = one.metrics.cache_usage if one.metrics else None
     if one.problem or one.health != 200 or not one.models:
         return f"{one.name} does not serve"
     if one.told is None or one.offer is None:
         return f"{one.name} has not told of itself"
-    if usage is not None and usage >= _FULL:
+    if one.is_full:
         return f"{one.name} is full"
     return ""
 

@@ -13,7 +13,7 @@ from kvcourier.doctor.rules import fit, load, moving, nodes, reach, router, timi
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One question: its name, in words, and the rule that answers it from the facts."""
+    """One question: its name, what should be the case, and the rule that says whether it is."""
 
     name: str
     title: str
@@ -36,10 +36,10 @@ CHECKS: tuple[Check, ...] = (
     Check("lease", "P keeps KV for as long as D's queue lasts", timing.lease),
     Check("waits", "no time-out ends before one that it must outlast", timing.waits),
     Check("clock", "the clocks agree", timing.clock),
-    Check("machine", "what fabric this machine has", moving.machine),
+    Check("machine", "the fabric of this machine is known", moving.machine),
     Check("nixl", "NIXL moves bytes on this machine", moving.nixl),
     Check("fetch", "KV comes here, by pull and by push, and is the same", moving.fetch),
-    Check("measured", "what moving it cost", moving.measured),
+    Check("measured", "the cost of moving it is known", moving.measured),
     Check("answers", "P and D together answer as P alone", moving.answers),
     Check("full", "no instance is full", load.full),
     Check("runs", "caches are not fragmented", load.runs),

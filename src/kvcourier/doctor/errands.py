@@ -5,6 +5,8 @@ process of its own, a library that hangs or ends it by a signal costs one findin
 to say which transports it takes, and a doctor without NIXL still has all its other questions.
 """
 
+from typing import Any
+
 import msgspec
 
 from kvcourier.config import TransferMode
@@ -28,6 +30,7 @@ class FetchTwice(msgspec.Struct, frozen=True, tag="fetch_twice"):
         modes: how to fetch.
         tokens: no prompt may have more.
         timeout_s: for each request and each transfer.
+        handoff: kv_transfer_params of a prompt to let go of first; None: of none.
     """
 
     url: str
@@ -44,6 +47,7 @@ class FetchTwice(msgspec.Struct, frozen=True, tag="fetch_twice"):
     modes: list[TransferMode]
     tokens: int
     timeout_s: float
+    handoff: dict[str, Any] | None = None
 
 
 Errand = TryNixl | FetchTwice

@@ -99,6 +99,10 @@ class ClockOffset:
         return 0.0 if self.low_s <= 0.0 <= self.high_s else min(abs(self.low_s), abs(self.high_s))
 
 
+_FULL = 0.95
+"""Part of a cache."""
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceFacts:
     """One instance, as seen from here.
@@ -112,6 +116,8 @@ class InstanceFacts:
         told_problem: why not; empty where it was not asked.
         is_open: whether its side channel takes connections; None where that was not tried.
         offer: what it told, checked and in our own types; `offer_problem` is why it is none.
+        handoff: its kv_transfer_params for a prompt of the doctor's, by which `place` was learnt;
+            whoever fetches from it next lets go of that prompt.
     """
 
     role: Role
@@ -128,6 +134,13 @@ class InstanceFacts:
     is_open: bool | None = None
     offer: PeerInstance | None = None
     offer_problem: str = ""
+    handoff: Mapping[str, Any] | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much of its cache is in use that prompts wait."""
+        usage = self.metrics.cache_usage if self.metrics else None
+        return usage is not None and usage >= _FULL
 
     @property
     def name(self) -> str:

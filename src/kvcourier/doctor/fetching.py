@@ -33,13 +33,15 @@ from kvcourier.core.params import HolderAddress, PullIntent, PushIntent, parse_p
 from kvcourier.doctor import side_channel
 from kvcourier.doctor.errands import Fetched, FetchedTwice, FetchTwice, Measured
 from kvcourier.doctor.facts import Place
-from kvcourier.doctor.pages import NotAnswered, Pages
+from kvcourier.doctor.pages import NotAnswered, Pages, Reply
+from kvcourier.doctor.prompting import handoff_of, hold_body
 from kvcourier.doctor.scratch import COPIES, Scratch
 from kvcourier.errors import KVCourierError
 from kvcourier.ids import AgentName, EngineId, RequestId, TransferId
 from kvcourier.layout.geometry import MemoryKind, Region, TokenSpan
 from kvcourier.runtime.channel_keys import read_keys
 from kvcourier.runtime.endpoint import KvEndpoint
+from kvcourier.runtime.interface import let_holder_go
 from kvcourier.transport.interface import Descriptors, Operation, TransferState
 from kvcourier.transport.nixl import NixlTransport, nixl_factory
 
@@ -119,6 +121,7 @@ class _Visitor:
 
     def fetch_all(self) -> FetchedTwice:
         """By every mode, and compare."""
+        self._let_go()
         tokens = self._count_tokens()
         fetched: list[Fetched] = []
         measured: list[Measured] = []
@@ -141,6 +144,14 @@ class _Visitor:
             measured=measured[0] if measured else None,
         )
 
+    def _let_go(self) -> None:
+        """Of a prompt that was held for us only so that we learn where."""
+        if self.errand.handoff is not None:
+            intent = parse_params(self.errand.handoff, Limits())
+            if isinstance(intent, PullIntent):
+                name = RequestId(f"{self.errand.own_id}-{secrets.token_hex(8)}")
+                let_holder_go(self.endpoint, name, intent)
+
     def _count_tokens(self) -> int:
         """Tokens to fetch: all of the prompt but the last, as vLLM's D asks for.
 
@@ -148,7 +159,7 @@ class _Visitor:
         KV from which both fetches are served.
         """
         body = {"model": self.errand.model, "prompt": self.errand.prompt, "max_tokens": 1}
-        usage = self._ask(body).get("usage")
+        usage = self._post(body).json().get("usage")
         counted = usage.get("prompt_tokens") if isinstance(usage, dict) else None
         if not isinstance(counted, int) or not 1 < counted <= self.errand.tokens:
             raise FetchFailed(f"the prompt is {counted} tokens; expected 2 to {self.errand.tokens}")
@@ -185,28 +196,18 @@ class _Visitor:
 
     def _compute(self, name: str) -> dict[str, Any]:
         """Have the instance compute the prompt and hold its KV: its kv_transfer_params."""
-        body = {
-            "model": self.errand.model,
-            "prompt": self.errand.prompt,
-            "max_tokens": 1,
-            "temperature": 0,
-            "kv_transfer_params": {
-                "do_remote_decode": True,
-                "do_remote_prefill": False,
-                "transfer_id": name,
-            },
-        }
-        params = self._ask(body).get("kv_transfer_params")
-        if not isinstance(params, dict):
+        errand = self.errand
+        reply = self._post(hold_body(errand.model, errand.prompt, name))
+        params = handoff_of(reply)
+        if params is None:
             raise FetchFailed("its answer to do_remote_decode has no kv_transfer_params")
         return params
 
-    def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _post(self, body: dict[str, Any]) -> Reply:
         reply = self.pages.post(f"{self.errand.url}/v1/completions", body)
-        answer = reply.json()
-        if reply.status != 200 or not isinstance(answer, dict):
+        if reply.status != 200 or not isinstance(reply.json(), dict):
             raise FetchFailed(f"the prompt was answered {reply.status}: {reply.message()}")
-        return answer
+        return reply
 
     def _wait(self, request_id: RequestId) -> None:
         """Until the request's blocks are ours again."""

@@ -157,6 +157,11 @@ def _known(role: Role, entries: object) -> Iterator[KnownInstance]:
 def look_at(role: Role, address: Address, question: Question, pages: Pages) -> InstanceFacts:
     """One instance: its pages, then its side channel if a courier of ours is behind it."""
     seen = _ask_pages(InstanceFacts(role, address.url, place=address.place), pages)
+    return ask_side_channel(seen, question)
+
+
+def ask_side_channel(seen: InstanceFacts, question: Question) -> InstanceFacts:
+    """The same instance, with what its side channel tells, if it is known where that is."""
     place = seen.place
     if place is None:
         return seen

@@ -6,6 +6,7 @@ Decides the prompt, what is compared and what is looked at before and after. Ref
 import random
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from kvcourier.config import TransferMode
 from kvcourier.doctor.exposition import read_metrics
@@ -25,6 +26,28 @@ def make_prompt(block_size: int) -> str:
     """Random number words, which no prefix cache knows, for more than one block in any tokenizer:
     a word is a token at least."""
     return " ".join(random.choices(_WORDS, k=block_size + 24))
+
+
+def hold_body(model: str, prompt: str, transfer_id: str) -> dict[str, Any]:
+    """A request to compute this prompt and hold its KV for somebody."""
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": 1,
+        "temperature": 0,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "transfer_id": transfer_id,
+        },
+    }
+
+
+def handoff_of(reply: Reply) -> dict[str, Any] | None:
+    """The kv_transfer_params of an answer; None if there are none."""
+    answer = reply.json()
+    params = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
+    return params if isinstance(params, dict) else None
 
 
 def try_pair(

@@ -54,12 +54,12 @@ def as_text(findings: Sequence[Finding]) -> Text:
     for check in CHECKS:
         found = [each for each in findings if each.check == check.name]
         if found:
-            text.append(f"{check.name}: {check.title}?\n", "bold")
+            text.append(f"{check.name}: {check.title}\n", "bold")
         for each in found:
             text.append(f"  {each.severity.upper():<{_WIDTH}}", _STYLES[each.severity])
-            text.append(f"  {each.subject}: {each.evidence}\n")
+            text.append(f"  {printable(each.subject)}: {printable(each.evidence)}\n")
             if each.advice:
-                text.append(f"  {'':<{_WIDTH}}  -> {each.advice}.\n", "italic")
+                text.append(f"  {'':<{_WIDTH}}  -> {printable(each.advice)}.\n", "italic")
     counts = Counter(each.severity for each in findings)
     text.append(
         ", ".join(
@@ -68,3 +68,8 @@ def as_text(findings: Sequence[Finding]) -> Text:
         )
     )
     return text
+
+
+def printable(text: str) -> str:
+    """A text that may repeat what an instance said, without what would steer a terminal."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -15,7 +15,6 @@ _MIN_RUNS = 64
 _SHORT_RUN = 4.0
 _MANY_RUNS = 8.0
 _LARGE_PIECE_BYTES = 256 << 10
-_FULL = 0.95
 _BUSY = 0.7
 _FAILING = 0.05
 
@@ -105,7 +104,7 @@ def full(facts: Facts) -> Iterator[Finding]:
             continue
         waiting = one.metrics.waiting
         seen = f"{100 * usage:.0f} % of its cache in use, {waiting:.0f} requests waiting"
-        if usage < _FULL:
+        if not one.is_full:
             yield ok(one.name, seen)
         else:
             yield warning(
