@@ -83,6 +83,23 @@ def test_a_fetch_that_fails_and_one_that_is_not_allowed() -> None:
     assert not troubles(facts) and found(facts, "fetch", NOTE)
 
 
+@pytest.mark.parametrize(
+    ("way", "severities"),
+    [
+        ("inter-node rma_am(tcp/eth0) am(tcp/eth0)", [WARNING]),
+        ("inter-node rma(rc_mlx5/mlx5_0:1) am(rc_mlx5/mlx5_0:1)", []),
+        ("intra-node am(tcp/lo cma/memory)", []),
+    ],
+)
+def test_a_way_that_leaves_rdma_out(way: str, severities: list[Severity]) -> None:
+    result = ErrandFacts(FetchedTwice(fetched=BOTH, compared=SAME), ways=(way,))
+    facts = healthy(
+        machine=MachineFacts(rdma_devices=("mlx5_0",)),
+        visits=(Visit(instance(Role.PREFILL), result),),
+    )
+    assert [each.severity for each in troubles(facts)] == severities
+
+
 def test_a_process_that_does_not_come_back() -> None:
     lost = ErrandFacts(None, "the process did not end within 3 s", complaints=("no way",))
     facts = healthy(visits=(Visit(instance(Role.DECODE), lost),))

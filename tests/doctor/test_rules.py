@@ -114,6 +114,11 @@ def test_a_local_address_behind_a_public_url() -> None:
     assert len(found(facts, "told-address", WARNING)) == 1
 
 
+def test_a_local_address_that_nobody_answers_at_from_here() -> None:
+    facts = with_prefill(url="http://10.0.0.1:8100", told=None, told_problem="refused")
+    assert len(found(facts, "told-address", ERROR)) == 1
+
+
 @pytest.mark.parametrize(
     ("host", "expected"),
     [

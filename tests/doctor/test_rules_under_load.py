@@ -209,6 +209,17 @@ def test_a_router_that_reaches_nobody() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "severity"),
+    [({"is_draining": True}, NOTE), ({"breaker": "open"}, WARNING), ({"breaker": "closed"}, OK)],
+)
+def test_a_router_that_sends_nothing_there(changes: dict[str, object], severity: Severity) -> None:
+    shunned = dataclasses.replace(ROUTER.instances[1], **changes)
+    router = dataclasses.replace(ROUTER, instances=(ROUTER.instances[0], shunned))
+    findings = found(healthy(router=router), "router-knows", severity)
+    assert any("D http" in each.subject for each in findings)
+
+
 def test_a_router_without_an_instance() -> None:
     router = dataclasses.replace(ROUTER, instances=ROUTER.instances[:1])
     assert found(healthy(router=router), "router-knows", WARNING)

@@ -123,7 +123,8 @@ def _send_prompts(facts: Facts, question: Question, pages: Pages, open_router: O
         if why_not:
             not_tried.append((pair_name(prefill, decode), why_not))
             continue
-        modes = [*question.modes] or modes_of((prefill, decode))
+        shared = modes_of((prefill, decode))
+        modes = [mode for mode in question.modes or shared if mode in shared]
         try:
             for url in _ways(facts, question, (prefill, decode), open_router):
                 answers += [

@@ -236,13 +236,21 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class KnownInstance:
-    """An instance as a router knows it; `problem` is what the router finds wrong with it."""
+    """An instance as a router knows it.
+
+    Attributes:
+        problem: what the router does not know of it, and why.
+        is_draining: no new request goes there, because somebody said so.
+        breaker: `closed` while requests go there as usual; empty for a release without breakers.
+    """
 
     role: Role
     url: str
     reachable: bool
     problem: str = ""
     place: Place | None = None
+    is_draining: bool = False
+    breaker: str = ""
 
 
 @dataclass(frozen=True, slots=True)

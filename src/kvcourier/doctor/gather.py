@@ -151,6 +151,8 @@ def _known(role: Role, entries: object) -> Iterator[KnownInstance]:
                 read_place(coordinates, ("engine_id", "host", "port"), "the router")
                 if isinstance(coordinates, Mapping)
                 else None,
+                entry.get("draining") is True,
+                clip(str(entry.get("breaker", ""))),
             )
 
 

@@ -86,6 +86,7 @@ def fetch(facts: Facts) -> Iterator[Finding]:
             yield note(name, f"no KV was fetched: {visit.skipped}")
         elif visit.result is not None:
             yield from _fetched(name, visit, visit.result)
+            yield from _slow_way(name, facts, visit.result)
 
 
 def _fetched(name: str, visit: Visit, found: ErrandFacts[FetchedTwice]) -> Iterator[Finding]:
@@ -111,6 +112,23 @@ def _fetched(name: str, visit: Visit, found: ErrandFacts[FetchedTwice]) -> Itera
     if found.ways:
         yield ok(name, f"UCX goes {', '.join(found.ways)}")
     yield from _compared(name, found.told)
+
+
+def _slow_way(name: str, facts: Facts, found: ErrandFacts[FetchedTwice]) -> Iterator[Finding]:
+    """Whether bytes go over TCP although this machine has something better."""
+    devices = facts.machine.rdma_devices if facts.machine else ()
+    between = [way for way in found.ways if way.startswith("inter-node")]
+    if (
+        devices
+        and between
+        and not any(f"/{device}" in way for way in between for device in devices)
+    ):
+        yield warning(
+            name,
+            f"UCX goes {', '.join(between)}, although this machine has {', '.join(devices)}",
+            "See that UCX_TLS and UCX_NET_DEVICES leave them in, here and there, and that both are "
+            "on one fabric (ibv_devinfo says whether a port is active)",
+        )
 
 
 def _unreached(visit: Visit) -> str:

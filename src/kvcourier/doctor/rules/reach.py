@@ -97,9 +97,10 @@ def told_address(facts: Facts) -> Iterator[Finding]:
     """The address that peers are told leads them to the instance, not to themselves."""
     machines = {one.told.about.boot_id for one in facts.instances if one.told}
     for one in facts.instances:
-        if one.place is None or one.told is None or not is_loopback(one.place.host):
+        if one.place is None or not is_loopback(one.place.host) or not one.engine.is_ours:
             continue
-        if len(machines) > 1:
+        is_far = not is_loopback(one.http_host)
+        if len(machines) > 1 or (is_far and one.told is None):
             yield error(
                 one.name,
                 f"tells its peers to reach it at {one.place}, which on another machine is that "
@@ -107,7 +108,7 @@ def told_address(facts: Facts) -> Iterator[Finding]:
                 "Set VLLM_NIXL_SIDE_CHANNEL_HOST (or --side-channel-host) to an address of this "
                 "machine that the others reach",
             )
-        elif not is_loopback(one.http_host):
+        elif is_far:
             yield warning(
                 one.name,
                 f"tells its peers to reach it at {one.place}, which only processes on the same "
@@ -115,7 +116,7 @@ def told_address(facts: Facts) -> Iterator[Finding]:
                 "If others are to reach it, set VLLM_NIXL_SIDE_CHANNEL_HOST (or "
                 "--side-channel-host) to an address that they reach",
             )
-        else:
+        elif one.told is not None:
             yield ok(one.name, f"told at {one.place}, and all are on one machine")
 
 

@@ -7,7 +7,7 @@ dispatches. Pure.
 from collections.abc import Iterator
 
 from kvcourier.doctor.facts import Facts, KnownInstance
-from kvcourier.doctor.findings import Finding, error, ok, warning
+from kvcourier.doctor.findings import Finding, error, note, ok, warning
 
 
 def answers(facts: Facts) -> Iterator[Finding]:
@@ -51,6 +51,15 @@ def knows(facts: Facts) -> Iterator[Finding]:
                 other,
                 "Correct kv_host, kv_port and engine_id in the router's --prefill or --decode",
             )
+        elif known.breaker not in ("", "closed"):
+            yield warning(
+                name,
+                f"the router's breaker for it is {known.breaker}: requests to it have failed one "
+                "after another, so few or none are sent there",
+                "The router's log and the instance's say why they failed",
+            )
+        elif known.is_draining:
+            yield note(name, "is being drained: no new request goes there")
         else:
             yield ok(name, "reached" + (f", KV at {known.place}" if known.place else ""))
     urls = {known.url for known in router.instances}
