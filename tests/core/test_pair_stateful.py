@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvcourier.config import Timing
+from kvcourier.config import Integrity, Timing
 from kvcourier.core.outcomes import Outcome
 from pair import TERMINAL, Pair
 
@@ -56,9 +56,10 @@ class PairMachine(RuleBasedStateMachine):
         skew=st.floats(-1e5, 1e5),
         rate=st.sampled_from([0.9, 1.0, 1.1]),
         written_pulls=st.booleans(),
+        integrity=st.sampled_from(Integrity),
     )
-    def begin(self, shapes, skew, rate, written_pulls):
-        self.pair = Pair(*shapes, timing=TIMING, written_pulls=written_pulls)
+    def begin(self, shapes, skew, rate, written_pulls, integrity):
+        self.pair = Pair(*shapes, timing=TIMING, written_pulls=written_pulls, integrity=integrity)
         self.pair.decode.skew, self.pair.decode.rate = skew, rate
         self.count = 0
         self.tokens = {}
