@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvcourier.config import Integrity
 from kvcourier.errors import ConfigError
 from kvcourier.vllm_connector.settings import _KNOWN_KEYS, read_settings
 
@@ -43,6 +44,15 @@ def test_without_settings_vllms_names_have_their_defaults():
     assert settings.endpoint.timing.kv_lease_duration == 30
     assert settings.endpoint.timing.push_registration_timeout == 60
     assert settings.recompute_threshold == 0
+
+
+def test_kv_integrity_is_off_unless_it_is_set():
+    assert read_settings(vllm_config()).endpoint.integrity is Integrity.OFF
+    for integrity in Integrity:
+        chosen = read_settings(vllm_config({"kv_integrity": integrity.value}))
+        assert chosen.endpoint.integrity is integrity
+    with pytest.raises(ConfigError, match=r"kv_integrity: expected one of off, sample, all, found"):
+        read_settings(vllm_config({"kv_integrity": "most"}))
 
 
 @pytest.mark.parametrize(
