@@ -115,8 +115,12 @@ class Rig:
                 self._news.wait(min(left, 0.05))
 
     def of(self, request_id: str) -> list[Report]:
-        """Reports of one request so far."""
-        return [each for each in self.reports if each.request_id == request_id]
+        """What has come to an end of one request so far; that it is held may be told in between."""
+        return [
+            each
+            for each in self.reports
+            if each.request_id == request_id and each.outcome is not Outcome.HELD
+        ]
 
     def coordinates(self) -> dict[str, object]:
         """What a router puts in the D leg of a push."""

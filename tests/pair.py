@@ -32,6 +32,7 @@ from kvcourier.core.commands import (
 from kvcourier.core.endpoint import Endpoint
 from kvcourier.core.events import (
     BlockGroups,
+    BlocksRecalled,
     BlocksReserved,
     DigestTaken,
     Event,
@@ -137,6 +138,13 @@ class Side:
     reasons: dict[RequestId, set[str]] = field(default_factory=dict)
     free: list[int] = field(default_factory=list)
     lent: dict[RequestId, list[int]] = field(default_factory=dict)
+    held: set[RequestId] = field(default_factory=set)
+    """D: requests of which it was told that their prompt is finished."""
+    recalled: dict[RequestId, set[Rank]] = field(default_factory=dict)
+    """D: ranks that have given a request's blocks back, where others have not yet."""
+
+    given_back: set[RequestId] = field(default_factory=set)
+    """D: requests that wait for other blocks."""
 
     def start(self) -> None:
         """Begin a (new) life with empty memory."""
@@ -165,6 +173,7 @@ class Side:
             for rank in geometries
         }
         self.reports, self.reasons, self.lent = {}, {}, {}
+        self.held, self.recalled, self.given_back = set(), {}, set()
         self.free = list(self.pool)
 
     def _groups(self, whole: CacheGeometry) -> GroupGeometries:
@@ -269,9 +278,10 @@ class Side:
         )
 
     def is_over(self, request_id: str) -> bool:
-        """Whether every rank has released the request."""
+        """Whether every rank has released the request, or given its blocks back before."""
         ranks = self.reports.get(RequestId(request_id), {})
-        return all(Outcome.RELEASED in ranks.get(rank, ()) for rank in self.endpoints)
+        back = self.recalled.get(RequestId(request_id), set())
+        return all(r in back or Outcome.RELEASED in ranks.get(r, ()) for r in self.endpoints)
 
 
 @dataclass
@@ -457,8 +467,13 @@ class Pair:
         if blocks is None:
             return False
         self.prompts[RequestId(request_id)] = (prompt, span, blocks)
+        self.decode.given_back.discard(RequestId(request_id))
         self.engine(self.decode, BlocksReserved(RequestId(request_id), blocks, span))
         return True
+
+    def recall(self, request_id: str) -> None:
+        """D's engine wants the blocks back."""
+        self.engine(self.decode, BlocksRecalled(RequestId(request_id)))
 
     def abort(self, side: Side, request_id: str) -> None:
         """The engine ends a request early."""
@@ -750,7 +765,44 @@ class Pair:
                 assert cell not in self._sent, f"S3: {notice} is posted again"
                 self._sent.add(cell)
 
+    def _on_recalled(self, side: Side, rank: Rank, report) -> None:
+        """Blocks are back when all ranks have let go; where some have received, all are to."""
+        back = side.recalled.setdefault(report.request_id, set())
+        assert rank not in back, f"S4: {report.request_id} is recalled twice"
+        back.add(rank)
+        if back == side.endpoints.keys():
+            self._require_quiet(side, side.lent[report.request_id])
+            side.free += side.lent.pop(report.request_id)
+            del side.recalled[report.request_id]
+            side.given_back.add(report.request_id)
+        elif side.is_over(report.request_id):
+            self._end(side, report.request_id)
+
+    def _end(self, side: Side, request_id: RequestId) -> None:
+        back = side.recalled.pop(request_id, set())
+        received = any(Outcome.RECEIVED in told for told in side.reports[request_id].values())
+        failed = Outcome.RECEIVE_FAILED in side.outcomes(request_id)
+        if back and received and not failed:
+            _, span, blocks = self.prompts[request_id]
+            for other in back:
+                self._handle(side, other, BlocksReserved(request_id, blocks, span))
+        else:
+            self._require_quiet(side, side.lent.get(request_id, []))
+            side.free += side.lent.pop(request_id, [])
+
+    def _require_quiet(self, side: Side, blocks: list[int]) -> None:
+        """S1: nothing in transit touches them any more."""
+        for item in self.items:
+            touched = {block for name, block in item.touches if name == side.name} & set(blocks)
+            assert not touched, f"S1: {item} touches {touched}, which are given back"
+
     def _report(self, side: Side, rank: Rank, report) -> None:
+        if report.outcome is Outcome.HELD:
+            side.held.add(report.request_id)
+            return
+        if report.outcome is Outcome.RECALLED:
+            self._on_recalled(side, rank, report)
+            return
         told = side.reports.setdefault(report.request_id, {}).setdefault(rank, [])
         told.append(report.outcome)
         if report.reason:
@@ -766,7 +818,7 @@ class Pair:
             lost = self._lost_some and report.continuation is None
             assert lost or report.continuation == self._continuations.get(prompt), f"S2: {report}"
         if side.is_over(report.request_id):
-            side.free += side.lent.pop(report.request_id, [])
+            self._end(side, report.request_id)
 
     def _side_of(self, peer: PeerRank) -> Side | None:
         """The side that lives this life, if any does."""

@@ -82,8 +82,8 @@ class Timing:
             interest; vLLM's key and default.
         heartbeat_s: how often D renews. Must be at most a third of the lease.
         hold_limit_s: how long P renews the lease of a prompt for a request that has not asked for
-            its KV yet, being queued on D. Without an end, two instances that are each short of
-            blocks that the other holds would wait for each other for ever.
+            its KV yet, being queued on D. Two instances that each hold prompts for the other, or a
+            D that cannot call blocks back, would else wait for each other for ever.
         handshake_timeout_s: until a handshake without an answer counts as failed.
         resend_s: until an unacknowledged registration or cancel is sent again.
         push_registration_timeout: until D gives up on a registration that was neither written

@@ -88,7 +88,7 @@ MESSAGES: dict[str, AnyMessage] = {
         "198:0123456789abcdef0123456789abcdef",
     ),
     "fail": Fail(PREFILL, "cmpl-7-0123abcd", "the write failed", held=True, quiet=False, epoch=2),
-    "cancel": Cancel(DECODE, NAME, "cmpl-7-0123abcd", [(0, 0), (1, 0)], 2),
+    "cancel": Cancel(DECODE, NAME, "cmpl-7-0123abcd", [(0, 0), (1, 0)], 2, for_now=True),
     "fenced": Fenced(PREFILL, "cmpl-7-0123abcd", 2),
     "collected": Collected(DECODE, NAME, "cmpl-7-0123abcd", True, [(1, 0)]),
     "digest": Digest(
@@ -110,7 +110,7 @@ MESSAGES: dict[str, AnyMessage] = {
         "10.0.0.2",
         5601,
     ),
-    "renewed": Renewed(PREFILL, 9, 30.0, ["a"], ["b"], ["c", "d"], ["e"]),
+    "renewed": Renewed(PREFILL, 9, 30.0, ["a"], ["b"], ["c", "d"], ["e"], ["a"]),
     "open_stream": OpenStream(
         PREFILL, 5, Landed(PREFILL, "cmpl-7-0123abcd", 16, 24, 0, 0, [0, 1]), 1 << 27, 3
     ),

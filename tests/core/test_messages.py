@@ -266,6 +266,8 @@ WRONG = {
         ("renewed", "granted_s", "seconds"),
         ("renewed", "known", "list"),
         ("renewed", "refused", "list"),
+        ("renewed", "finished", "list"),
+        ("cancel", "for_now", "flag"),
     ],
 )
 def test_values_that_a_field_must_refuse(name, field, kind):
@@ -378,7 +380,8 @@ def test_defaults_are_those_of_the_first_version():
     assert not _default(Register, "reads")
     assert _default(Landed, "continuation") is None
     assert {field.name for field in msgspec.structs.fields(Renewed) if not field.required} == {
-        "refused"
+        "refused",
+        "finished",
     }
 
 

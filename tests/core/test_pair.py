@@ -532,7 +532,6 @@ def test_a_prompt_that_was_read_before_its_engine_told_of_it_is_proven_then():
     pair.deliver_all()
     assert not pair.decode.outcomes("d1"), "nobody knows yet whether these are its blocks"
     pair.engine(pair.prefill, PrefillFinished(RequestId("p1"), blocks, 40))
-    pair.advance(0.6)
     pair.deliver_all()
     assert pair.decode.outcomes("d1") == RECEIVED
     assert pair.prefill.outcomes("p1") == SENT

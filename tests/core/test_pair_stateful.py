@@ -66,6 +66,7 @@ class PairMachine(RuleBasedStateMachine):
         self.life = {}
         self.written = {}
         self.reserved = set()
+        self.wanted = {}
         self.aborted = set()
 
     def name(self, letter):
@@ -153,15 +154,34 @@ class PairMachine(RuleBasedStateMachine):
 
     @rule(want=consumes(wants), cached=st.floats(0, 1))
     def reserve(self, want, cached):
-        if want is None or not self.alive(want[0]) or want[0] in self.aborted:
-            return
+        if want is not None and self.alive(want[0]) and want[0] not in self.aborted:
+            self.give_blocks(want, cached)
+
+    def give_blocks(self, want, cached):
         num_tokens = self.tokens[want[0]]
         step = self.pair.decode.block_size
         start = int(cached * (num_tokens - 1)) // step * step
         if self.pair.reserve(want[0], f"prompt-{want[1]}", start, num_tokens):
             self.reserved.add(want[0])
+            self.wanted[want[0]] = want[1]
         else:
             self.abort_request(want[0])
+
+    @precondition(lambda self: self.of_decode(self.reserved))
+    @rule(data=st.data())
+    def recall(self, data):
+        """D needs the blocks for another request."""
+        self.pair.recall(data.draw(st.sampled_from(self.of_decode(self.reserved)), "request"))
+
+    @precondition(lambda self: self.of_decode(self.pair.decode.given_back))
+    @rule(data=st.data(), cached=st.floats(0, 1))
+    def reserve_again(self, data, cached):
+        given_back = self.of_decode(self.pair.decode.given_back)
+        request_id = data.draw(st.sampled_from(given_back), "request")
+        self.give_blocks((request_id, self.wanted[request_id]), cached)
+
+    def of_decode(self, request_ids):
+        return sorted(each for each in request_ids if self.alive(each) and each not in self.aborted)
 
     @rule(want=consumes(wants))
     def decline(self, want):
@@ -224,16 +244,17 @@ class PairMachine(RuleBasedStateMachine):
         for request_id in sorted(self.life):
             side = pair.prefill if request_id[0] == "p" else pair.decode
             unfinished = request_id[0] == "p" and is_computing(pair, request_id)
-            waiting = request_id[0] == "d" and request_id not in self.reserved
+            has_blocks = request_id in self.reserved - pair.decode.given_back
+            waiting = request_id[0] == "d" and not has_blocks
             if self.alive(request_id) and (unfinished or waiting):
                 self.abort_request(request_id)
         pair.settle()
         for side in pair.sides.values():
             assert sorted(side.free) == list(side.pool), f"S5: {side.name} lost blocks"
-        for request_id in self.reserved:
+        for request_id in self.reserved - pair.decode.given_back:
             if self.alive(request_id):
                 told = pair.decode.outcomes(request_id)
-                assert Outcome.RELEASED in told
+                assert Outcome.RELEASED in told or request_id in self.aborted
                 assert request_id in self.aborted or told & TERMINAL, f"S4: {request_id} {told}"
         self.serves_a_fresh_request()
 

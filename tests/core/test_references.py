@@ -179,9 +179,8 @@ def test_a_hold_that_its_engine_tells_of_late_is_confirmed_when_it_is_told(is_be
     if not is_begun:
         pair.hold("p1")
     assert pair.finish("p1", "ours", 16) == blocks
-    pair.deliver_all()
+    pair.deliver_kind("read")
     assert not pair.decode.outcomes("d1"), "nobody has confirmed it"
-    pair.advance(0.6)
     pair.deliver_all()
     assert pair.decode.outcomes("d1") == RECEIVED
     assert pair.prefill.outcomes("p1") == SENT

@@ -257,6 +257,15 @@ class FakeEndpoint:
             if not self._wire.is_paused:
                 self._wire.flush()
 
+    def recall(self, request_id: RequestId) -> None:
+        with self._wire.lock:
+            self._note("recall", request_id)
+            want = self._wire.wants[self._key(request_id)]
+            if not want.is_over and want.blocks is not None:
+                want.blocks = None
+                del self.owned[request_id]
+                self.report(request_id, Outcome.RECALLED)
+
     def decline(self, request_id: RequestId) -> None:
         with self._wire.lock:
             self._note("decline", request_id)

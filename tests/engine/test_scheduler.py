@@ -105,10 +105,10 @@ def test_remote_ones_get_all_their_blocks_or_none_and_in_order() -> None:
 
 
 def test_remote_ones_overtake_local_ones_only_with_blocks_those_do_not_need() -> None:
-    scheduler = make_scheduler(10, max_num_seqs=1)
+    scheduler = make_scheduler(11, max_num_seqs=1)
     scheduler.add(make_sequence(1, 8))
-    run_step(scheduler)
-    scheduler.add(make_sequence(2, 20))  # waits for a place, needs 5 of the 8 free blocks
+    run_step(scheduler)  # needs 1 of the 9 free blocks for its next token
+    scheduler.add(make_sequence(2, 20))  # waits for a place, needs 5 of them
     scheduler.add(make_sequence(3, 12, Phase.WANTING))
     assert len(scheduler.admit_remote()) == 1
     scheduler.add(make_sequence(4, 4, Phase.WANTING))
@@ -119,10 +119,126 @@ def test_a_local_one_does_not_take_blocks_that_an_older_remote_one_waits_for() -
     scheduler = make_scheduler(4)
     scheduler.add(make_sequence(1, 4))
     run_step(scheduler)
-    scheduler.add(make_sequence(2, 16, Phase.WANTING))
+    remote = make_sequence(2, 16, Phase.WANTING)
+    remote.is_held = True
+    scheduler.add(remote)
     assert scheduler.admit_remote() == []
     scheduler.add(make_sequence(3, 4))
     assert [arrival for arrival, _, _ in run_step(scheduler)] == [1]
+
+
+def test_nobody_waits_for_a_remote_one_that_may_never_be_begun() -> None:
+    scheduler = make_scheduler(4)
+    scheduler.add(make_sequence(1, 4))
+    run_step(scheduler)
+    scheduler.add(make_sequence(2, 16, Phase.WANTING))
+    assert scheduler.admit_remote() == []
+    scheduler.add(make_sequence(3, 4))
+    assert [arrival for arrival, _, _ in run_step(scheduler)] == [1, 3]
+
+
+def lent(scheduler: Scheduler, *arrivals: int, num_tokens: int = 8) -> list[Sequence]:
+    """Early ones, of two blocks each, that have all the blocks there are."""
+    sequences = [make_sequence(each, num_tokens, Phase.WANTING) for each in arrivals]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    assert len(scheduler.admit_remote()) == len(sequences)
+    assert scheduler.pool.num_free == 0
+    return sequences
+
+
+def test_a_held_one_gets_the_blocks_of_the_youngest_that_is_not() -> None:
+    scheduler = make_scheduler(6)
+    first, second, third = lent(scheduler, 1, 2, 4)
+    held = make_sequence(3, 7, Phase.WANTING)
+    held.is_held = True
+    scheduler.add(held)
+    assert scheduler.admit_remote() == []
+    assert scheduler.take_recalls() == [third]
+    assert scheduler.take_recalls() == [], "it is asked once"
+    scheduler.recalled(third)
+    assert [each.sequence for each in scheduler.admit_remote()] == [held]
+    assert scheduler.take_recalls() == []
+    # Who has lent its blocks keeps its place, and is next when it is held.
+    other = make_sequence(5, 7, Phase.WANTING)
+    other.is_held = third.is_held = True
+    scheduler.add(other)
+    scheduler.received(held)
+    scheduler.remove(held)
+    assert [each.sequence for each in scheduler.admit_remote()] == [third]
+    assert [first.is_recalled, second.is_recalled] == [False, False]
+
+
+def test_what_is_held_is_never_recalled() -> None:
+    scheduler = make_scheduler(4)
+    for sequence in lent(scheduler, 1, 2):
+        sequence.is_held = True
+    held = make_sequence(3, 4, Phase.WANTING)
+    held.is_held = True
+    scheduler.add(held)
+    assert scheduler.admit_remote() == scheduler.take_recalls() == []
+
+
+def test_a_recall_that_comes_too_late_is_a_receive() -> None:
+    scheduler = make_scheduler(4)
+    first, second = lent(scheduler, 1, 2)
+    scheduler.add(make_sequence(3, 4))
+    run_step(scheduler)
+    assert scheduler.take_recalls() == [second]
+    scheduler.received(second)
+    assert not second.is_recalled
+    assert scheduler.take_recalls() == [first]
+
+
+def test_a_running_one_that_needs_a_block_waits_for_it_and_is_not_preempted() -> None:
+    scheduler = make_scheduler(5)
+    scheduler.add(make_sequence(1, 3))
+    run_step(scheduler)
+    _, young = lent(scheduler, 2, 3)
+    assert run_step(scheduler) == [(1, 3, 1)]  # its block is full
+    assert run_step(scheduler) == []
+    assert scheduler.take_recalls() == [young]
+    assert run_step(scheduler) == []
+    scheduler.recalled(young)
+    assert scheduler.admit_remote() == [], "one of its two blocks has an owner already"
+    assert run_step(scheduler) == [(1, 4, 1)]
+    assert scheduler.counters.preemptions == 0
+
+
+def test_who_has_given_its_blocks_back_does_not_take_them_again_from_whom_they_are_for() -> None:
+    scheduler = make_scheduler(6)
+    cached = make_sequence(1, 9, seed=0)
+    scheduler.add(cached)
+    run_step(scheduler)
+    run_step(scheduler)
+    scheduler.remove(cached)  # two of its blocks are free, and known
+    scheduler.add(make_sequence(2, 3))
+    run_step(scheduler)
+    young = make_sequence(3, 20, Phase.WANTING, seed=0)
+    scheduler.add(young)
+    (admission,) = scheduler.admit_remote()
+    assert (admission.span.start, len(admission.blocks)) == (8, 3)
+    assert scheduler.pool.num_free == 0
+    assert run_step(scheduler) == [(2, 3, 1)]
+    assert run_step(scheduler) == []
+    assert scheduler.take_recalls() == [young]
+    scheduler.recalled(young)
+    # Its two known blocks are free as well now: with them there are enough, but not for both.
+    assert scheduler.pool.num_free == 5
+    assert scheduler.admit_remote() == []
+    assert run_step(scheduler) == [(2, 4, 1)]
+    assert scheduler.take_recalls() == []
+
+
+def test_a_running_one_is_preempted_where_nothing_can_be_recalled() -> None:
+    scheduler = make_scheduler(5)
+    scheduler.add(make_sequence(1, 3))
+    run_step(scheduler)
+    for sequence in lent(scheduler, 2, 3):
+        sequence.is_held = True
+    assert run_step(scheduler) == [(1, 3, 1)]
+    run_step(scheduler)
+    assert scheduler.counters.preemptions == 1
 
 
 def test_blocks_being_received_are_not_shared_before_they_came() -> None:
@@ -193,10 +309,14 @@ def test_everybody_finishes_and_blocks_have_one_owner(
             wanted = kind in ("remote", "seeded", "lost")
             phase = Phase.WANTING if wanted else Phase.WAITING
             live[str(index)] = make_sequence(index, num_tokens, phase, seed=prefix)
+            live[str(index)].is_held = world.random() < 0.3
             scheduler.add(live[str(index)])
         scheduler.admit_remote()
+        scheduler.take_recalls()
         for sequence in list(scheduler.receiving):
-            if world.random() < 0.5:
+            if sequence.is_recalled and world.random() < 0.5:
+                scheduler.recalled(sequence)
+            elif world.random() < 0.5:
                 if kinds[sequence.request_id] == "remote":
                     scheduler.received(sequence)
                 elif kinds[sequence.request_id] == "seeded":

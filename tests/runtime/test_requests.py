@@ -7,9 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvcourier.core.events import BlocksReserved
 from kvcourier.core.outcomes import Outcome, Report
 from kvcourier.errors import LocalProtocolError
 from kvcourier.ids import Rank, RequestId, TransferId, TransferKey
+from kvcourier.layout import TokenSpan
 from kvcourier.runtime.requests import RequestTable
 
 FAILURES = frozenset({Outcome.RECEIVE_FAILED, Outcome.SEND_FAILED})
@@ -39,6 +41,11 @@ class Life:
         return Outcome.RELEASED in self.reports(rank)
 
 
+def nobody(reserved, ranks):
+    """No rank gives its blocks back while another one receives."""
+    raise AssertionError((reserved, ranks))
+
+
 class RequestsAgainstALog(RuleBasedStateMachine):
     """Ranks keep the core's promise: at most one end, then one release, if blocks were given."""
 
@@ -46,7 +53,7 @@ class RequestsAgainstALog(RuleBasedStateMachine):
     def make(self, num_ranks):
         self.ranks = [Rank(0, index) for index in range(num_ranks)]
         self.abandoned: list[RequestId] = []
-        self.table = RequestTable(frozenset(self.ranks), self.abandoned.append)
+        self.table = RequestTable(frozenset(self.ranks), self.abandoned.append, nobody)
         self.live: dict[RequestId, Life] = {}
         self.finished: list[Life] = []
 
@@ -175,11 +182,59 @@ ONE, TWO = Rank(0, 0), Rank(0, 1)
 R = RequestId("r")
 
 
-def both_ranks(abandon=lambda request_id: None) -> RequestTable:
-    table = RequestTable(frozenset({ONE, TWO}), abandon)
+BLOCKS = BlocksReserved(R, ((1, 2),), TokenSpan(0, 8))
+
+
+def both_ranks(abandon=lambda request_id: None, resume=nobody) -> RequestTable:
+    table = RequestTable(frozenset({ONE, TWO}), abandon, resume)
     table.begin(R, None)
-    table.hand_over(R)
+    table.hand_over(R, BLOCKS)
     return table
+
+
+def test_blocks_are_recalled_when_the_last_rank_has_given_them_back():
+    table = both_ranks()
+    assert table.report(ONE, Report(R, Outcome.RECALLED)) == []
+    assert table.report(TWO, Report(R, Outcome.RECALLED)) == [Report(R, Outcome.RECALLED)]
+    table.hand_over(R, BLOCKS)
+    for rank in (ONE, TWO):
+        table.report(rank, Report(R, Outcome.RECEIVED))
+    assert table.report(ONE, Report(R, Outcome.RELEASED)) == []
+    told = table.report(TWO, Report(R, Outcome.RELEASED))
+    assert [each.outcome for each in told] == [Outcome.RECEIVED, Outcome.RELEASED]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_rank_that_was_faster_to_give_up_than_to_receive_receives_as_well(is_first):
+    resumed = []
+    table = both_ranks(resume=lambda *each: resumed.append(each))
+    received = [Report(R, Outcome.RECEIVED), Report(R, Outcome.RELEASED)]
+    reports = [(ONE, each) for each in received]
+    reports.insert(0 if is_first else 2, (TWO, Report(R, Outcome.RECALLED)))
+    assert [table.report(*each) for each in reports] == [[], [], []]
+    assert resumed == [(BLOCKS, frozenset({TWO}))]
+    assert table.report(TWO, received[0]) == []
+    told = table.report(TWO, received[1])
+    assert [each.outcome for each in told] == [Outcome.RECEIVED, Outcome.RELEASED]
+    assert len(table) == 0
+
+
+@pytest.mark.parametrize("end", [Outcome.RECEIVE_FAILED, None])
+def test_of_a_request_that_has_ended_blocks_are_released_whoever_gives_them_back(end):
+    table = both_ranks()
+    assert table.report(ONE, Report(R, Outcome.RECALLED)) == []
+    if end is None:
+        assert table.abort(R)
+    else:
+        assert table.report(TWO, Report(R, end)) == [Report(R, end)]
+    assert table.report(TWO, Report(R, Outcome.RELEASED)) == [Report(R, Outcome.RELEASED)]
+    assert len(table) == 0
+
+
+def test_a_prompt_is_told_to_be_held_once():
+    table = both_ranks()
+    assert table.report(ONE, Report(R, Outcome.HELD)) == [Report(R, Outcome.HELD)]
+    assert table.report(TWO, Report(R, Outcome.HELD)) == []
 
 
 def test_received_is_told_when_the_last_rank_has_let_go():
@@ -244,7 +299,7 @@ def test_an_aborted_request_is_told_nothing_but_its_release():
 
 
 def test_a_transfer_key_is_free_again_when_its_request_is_gone():
-    table = RequestTable(frozenset({ONE}), lambda request_id: None)
+    table = RequestTable(frozenset({ONE}), lambda request_id: None, nobody)
     key = TransferKey(TransferId("t"), 0)
     assert table.begin(R, key)
     assert not table.begin(RequestId("other"), key)

@@ -90,8 +90,8 @@ class Asks:
         link.shown_at = min(link.shown_at, self._space.now)
         return RenewItem(name, want.request_id, reads, link.blocks, num_tokens)
 
-    def cancel(self, want: Want, link: Link) -> None:
-        """Write no more, and say when nothing is in flight.
+    def cancel(self, want: Want, link: Link, *, for_now: bool = False) -> None:
+        """Write no more, and say when nothing is in flight; `for_now`: we will register again.
 
         Over the side channel, which outlives a broken data path; and over the data path, where a
         peer that is dead is known at once.
@@ -102,6 +102,7 @@ class Asks:
             want.request_id,
             _pairs(link),
             link.asked_epoch,
+            for_now,
         )
         self._space.send(link.peer, message)
         self._space.emit(SendNotification(link.peer, want.address, message))

@@ -17,6 +17,7 @@ from kvcourier.config import Integrity, Limits, Timing
 from kvcourier.core.commands import Command
 from kvcourier.core.events import (
     BlockGroups,
+    BlocksRecalled,
     BlocksReserved,
     ConnectFailed,
     DigestTaken,
@@ -233,6 +234,8 @@ class Endpoint:
                 self._wanter.begin(event)
             case BlocksReserved():
                 self._wanter.reserve(event)
+            case BlocksRecalled(request_id):
+                self._wanter.recall(request_id)
             case WantDeclined(request_id):
                 self._wanter.decline(request_id)
             case RequestAborted(request_id, block_ids):

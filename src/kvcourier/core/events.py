@@ -114,6 +114,14 @@ class BlocksReserved:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksRecalled:
+    """D needs the blocks of a request for another one: RECALLED will follow, unless its prompt is
+    finished and comes all the same."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
 class WantDeclined:
     """D needs nothing after all (full prefix hit, request refused)."""
 
@@ -267,6 +275,7 @@ EngineEvent = (
     | PrefillFinished
     | WantBegun
     | BlocksReserved
+    | BlocksRecalled
     | WantDeclined
     | RequestAborted
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvcourier.core.commands import SendMessage
-from kvcourier.core.messages import Renew, Renewed, RenewItem
+from kvcourier.core.messages import UNASKED, Renew, Renewed, RenewItem
 from kvcourier.core.wanter import Wanter
 from kvcourier.core.workspace import Counted, TimerKind, Workspace
 from kvcourier.ids import InstanceAddress, PeerRank, RequestId
@@ -33,6 +33,10 @@ class Heartbeats:
     def on_renewed(self, message: Renewed) -> None:
         """A holder's answer."""
         peer = message.sender.peer()
+        for request_id in message.finished:
+            self._wanter.on_finished(peer, RequestId(request_id))
+        if message.serial == UNASKED:
+            return
         asked_at = self._asked_at.pop((peer, message.serial), None)
         if asked_at is None:
             self._space.counts[Counted.MESSAGES_IGNORED] += 1
@@ -59,7 +63,7 @@ class Heartbeats:
 
     def _renew(self, items: Mapping[PeerRank, list[RenewItem]]) -> bool:
         for peer, renewals in items.items():
-            self._serial = (self._serial + 1) % (1 << 31)
+            self._serial = self._serial % ((1 << 31) - 1) + 1
             self._asked_at[peer, self._serial] = self._space.now
             _, host, port = self._own_address
             message = Renew(self._space.sender, self._serial, renewals, host, port)

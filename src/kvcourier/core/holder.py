@@ -32,6 +32,7 @@ from kvcourier.core.holds import (
 from kvcourier.core.leases import LeaseTable
 from kvcourier.core.lifecycle import HOLD, DeliveryState, HoldEvent, HoldState, step
 from kvcourier.core.messages import (
+    UNASKED,
     Cancel,
     Collected,
     Digest,
@@ -49,10 +50,18 @@ from kvcourier.core.rendezvous import Rendezvous
 from kvcourier.core.witness import Witness
 from kvcourier.core.workspace import Counted, Owner, TimerKind, Workspace
 from kvcourier.errors import LocalProtocolError
-from kvcourier.ids import Incarnation, InstanceAddress, PeerRank, RequestId, hold_serial
+from kvcourier.ids import (
+    Incarnation,
+    InstanceAddress,
+    PeerRank,
+    RequestId,
+    hold_serial,
+)
 
 _MAX_REMEMBERED = 4096
 _GRACE_RESENDS = 2
+_TAKEN_BACK = frozenset({DeliveryState.CANCELLED, DeliveryState.QUARANTINED})
+_SERVED = frozenset({DeliveryState.OFFERED, DeliveryState.WRITTEN})
 
 
 class Holder:
@@ -70,8 +79,9 @@ class Holder:
         self._leases = LeaseTable()
         self._ended = EndedHolds(_MAX_REMEMBERED)
         self._partings = Partings(space, self._rendezvous, self._ended)
-        self._cancelled: OrderedDict[DeliveryKey, None] = OrderedDict()
+        self._cancelled: OrderedDict[DeliveryKey, Cancel] = OrderedDict()
         self._foretold: OrderedDict[str, float] = OrderedDict()
+        self._askers: OrderedDict[object, dict[PeerRank, RequestId]] = OrderedDict()
         self.on_timer: Mapping[TimerKind, Callable[[Any], None]] = {
             TimerKind.REGISTRATION: self._on_registration_expired,
             TimerKind.DELIVERY: self._on_delivery_overdue,
@@ -114,6 +124,8 @@ class Holder:
         serial = hold_serial(event.hold_id, self._space.me.incarnation)
         self._newest_hold = max(self._newest_hold, serial or 0)
         self._foretold.pop(event.hold_id, None)
+        for name in (event.hold_id, event.key):
+            hold.askers |= self._askers.pop(name, {})
         for key in self._rendezvous.meet(event.request_id):
             self._space.cancel_timer(TimerKind.REGISTRATION, key)
             if key in self._partings:
@@ -165,6 +177,7 @@ class Holder:
         for delivery in list(hold.deliveries.values()):
             self._deliveries.advance(delivery)
         self._settle(hold)
+        self._tell_finished(hold)
 
     def abort(self, request_id: RequestId, block_ids: BlockGroups | None) -> bool:
         """The engine ended the request; False if it is none of ours.
@@ -208,9 +221,13 @@ class Holder:
         problem = _problem(message)
         if not self._space.allows(registration.address):
             problem = self._space.refuse_peer(registration.address)
-        if registration.key in self._cancelled:
+        cancelled = self._cancelled.get(registration.key)
+        if cancelled is not None and cancelled.epoch >= message.epoch:
             # The two come by different ways, so a cancel can overtake what it cancels; its
             # blocks are somebody else's by now.
+            if cancelled.for_now:
+                self._space.counts[Counted.MESSAGES_IGNORED] += 1
+                return
             problem = "the registration was cancelled before it came"
         if problem:
             self._deliveries.refuse(registration, problem)
@@ -227,15 +244,26 @@ class Holder:
         """A wanter's rank wants no more writes; answered at once unless something is in flight."""
         peer = message.sender.peer()
         key = (peer, RequestId(message.request_id))
-        self._drop_waiting(key)
-        self._remember_cancelled(key)
         delivery = self._by_delivery.get(key)
+        newest = self._waiting.get(key) or (delivery.registration if delivery is not None else None)
+        if newest is not None and newest.message.epoch > message.epoch:
+            self._space.counts[Counted.STALE_REFUSED] += 1
+            return
+        if message.for_now and self._is_being_served(message, key, delivery):
+            self._tell(peer, finished=[message.request_id])
+            return
+        self._drop_waiting(key)
+        self._remember_cancelled(key, message)
         if delivery is not None:
             self._deliveries.end(delivery)
         if delivery is None or delivery.state is not DeliveryState.QUARANTINED:
             self._space.send(peer, Fenced(self._space.sender, message.request_id, message.epoch))
         hold = self._find(message.name, peer, RequestId(message.request_id))
-        if hold is not None:
+        if message.for_now:
+            if hold is not None:
+                self._note_asker(hold, peer, key[1])
+                self._tell_finished(hold)
+        elif hold is not None:
             self._serve(hold, message, CANCELLED)
         else:
             self._partings.wait(key, message)
@@ -269,10 +297,14 @@ class Holder:
         served: list[str] = []
         unknown: list[str] = []
         refused: list[str] = []
+        finished: list[str] = []
         for item in message.items:
             request_id = RequestId(item.request_id)
             hold = self._find(item.name, peer, request_id)
             delivery = self._by_delivery.get((peer, request_id))
+            if hold is not None and hold.state is HoldState.HELD:
+                finished.append(item.request_id)
+            self._note_asker(hold or item.name, peer, request_id)
             if delivery is not None and delivery.state is DeliveryState.FAILED:
                 # Its `Fail` was lost; a wanter that was told would not ask any more.
                 self._deliveries.repeat_answer(delivery)
@@ -308,7 +340,14 @@ class Holder:
         self._space.send(
             peer,
             Renewed(
-                self._space.sender, message.serial, self._lease_s, known, served, unknown, refused
+                self._space.sender,
+                message.serial,
+                self._lease_s,
+                known,
+                served,
+                unknown,
+                refused,
+                finished,
             ),
         )
 
@@ -511,6 +550,43 @@ class Holder:
         elif not self._space.allows(address):
             self._space.refuse_peer(address)
 
+    def _note_asker(self, hold: Hold | HoldName, peer: PeerRank, request_id: RequestId) -> None:
+        """Whom to tell when a prompt is finished for which nobody has registered."""
+        if isinstance(hold, Hold):
+            asked_by = hold.askers
+        elif (exact := hold.hold_id or hold.key()) is not None:
+            asked_by = self._askers.setdefault(exact, {})
+        else:
+            return
+        if peer in asked_by or len(asked_by) < self._space.limits.max_ranks:
+            asked_by[peer] = request_id
+        if len(self._askers) > _MAX_REMEMBERED:
+            self._askers.popitem(last=False)
+
+    def _tell_finished(self, hold: Hold) -> None:
+        """Those who wait for the prompt without a registration may reserve their blocks now."""
+        if hold.state is not HoldState.HELD:
+            return
+        for peer, request_id in hold.askers.items():
+            delivery = hold.deliveries.get((peer, request_id))
+            if delivery is None or delivery.state in _TAKEN_BACK:
+                self._tell(peer, finished=[request_id])
+
+    def _tell(self, peer: PeerRank, finished: list[str]) -> None:
+        """Say what nobody has asked."""
+        sender = self._space.sender
+        self._space.send(peer, Renewed(sender, UNASKED, 0.0, [], [], [], finished=finished))
+
+    def _is_being_served(
+        self, message: Cancel, key: DeliveryKey, delivery: Delivery | None
+    ) -> bool:
+        """Whether what is taken back comes all the same: nothing stands in its way any more."""
+        if delivery is None:
+            return self._ended.served(message.name, *key)
+        if delivery.hold.state is not HoldState.HELD:
+            return False
+        return self._deliveries.is_alive(delivery) or delivery.state in _SERVED
+
     def _may_begin(self, name: HoldName) -> bool:
         """Whether it names a hold of this life that our engine may tell us of in a moment.
 
@@ -533,8 +609,10 @@ class Holder:
         windowed = any(group.window is not None for group in own)
         return not hold.lies_in(item.blocks, item.num_tokens or 0, exactly=windowed)
 
-    def _remember_cancelled(self, key: DeliveryKey) -> None:
-        self._cancelled[key] = None
+    def _remember_cancelled(self, key: DeliveryKey, message: Cancel) -> None:
+        before = self._cancelled.get(key)
+        if before is None or before.epoch < message.epoch or not message.for_now:
+            self._cancelled[key] = message
         if len(self._cancelled) > _MAX_REMEMBERED:
             self._cancelled.popitem(last=False)
 
@@ -623,7 +701,7 @@ class Holder:
 
     def _has_waited_too_long(self, hold: Hold) -> bool:
         """Whether nobody has asked for its KV for so long that its lease is renewed no more."""
-        if hold.state is not HoldState.HELD or hold.deliveries:
+        if hold.state is not HoldState.HELD or hold.is_asked_for:
             return False
         limit_s = self._space.timing.hold_limit_s + (hold.keep_s or 0.0)
         return self._space.now - hold.held_since > limit_s

@@ -100,9 +100,12 @@ class Delivery:
 
     @property
     def may_be_repeated(self) -> bool:
-        """Whether it has failed, or what it has brought may have been found wrong."""
+        """Whether it has failed, was taken back for now, or what it has brought may have been found
+        wrong."""
         checked = self.state is DeliveryState.WRITTEN and self.registration.message.checks
-        return checked or self.state is DeliveryState.FAILED
+        is_served = self.registration.peer.rank in self.hold.served
+        taken_back = self.state is DeliveryState.CANCELLED and not is_served
+        return checked or taken_back or self.state is DeliveryState.FAILED
 
     def advance(self, event: DeliveryEvent) -> None:
         """Move on by the table."""
@@ -126,6 +129,7 @@ class Hold:
         needed: ranks of its instance that take something from ours.
         served: those of them that have it or want it no more, each with how.
         awaited_by: ranks that have asked to keep it, in one life each, and where they listen.
+        askers: the same ranks, and the request of each, to be told when it is finished.
         asked_by: ranks that have asked what it sums up to.
         forsaken: why the one that may have it will not come any more, if so.
     """
@@ -147,6 +151,7 @@ class Hold:
     bound: Wanter | None = None
     needed: set[Rank] = field(default_factory=set)
     served: dict[Rank, str] = field(default_factory=dict)
+    askers: dict[PeerRank, RequestId] = field(default_factory=dict)
     awaited_by: dict[PeerRank, InstanceAddress] = field(default_factory=dict)
     asked_by: set[PeerRank] = field(default_factory=set)
     forsaken: str = ""
@@ -202,6 +207,12 @@ class Hold:
     def is_meant_by(self, name: HoldName) -> bool:
         """Whether a name, by which it was found, promises this very hold and not one before it."""
         return name.hold_id == self.hold_id or (name.hold_id is None and self.keep_s is None)
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether a registration waits for it, or has got it, that was not taken back for now."""
+        taken_back = (DeliveryState.CANCELLED, DeliveryState.QUARANTINED)
+        return any(each.state not in taken_back for each in self.deliveries.values())
 
     @property
     def all_served(self) -> bool:

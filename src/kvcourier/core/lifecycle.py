@@ -63,6 +63,7 @@ class WantState(enum.StrEnum):
     CONNECTING = "connecting"
     REGISTERING = "registering"
     REGISTERED = "registered"
+    RECALLING = "recalling"
     READING = "reading"
     PROVING = "proving"
     CHECKING = "checking"
@@ -77,6 +78,8 @@ class WantEvent(enum.StrEnum):
     BLOCKS_RESERVED = "blocks_reserved"
     REGISTRATION_SENT = "registration_sent"
     ACKNOWLEDGED = "acknowledged"
+    BLOCKS_RECALLED = "blocks_recalled"
+    BLOCKS_RETURNED = "blocks_returned"
     LANDED = "landed"
     READ_POSTED = "read_posted"
     READ_COMPLETED = "read_completed"
@@ -131,10 +134,12 @@ WANT: Mapping[WantState, Mapping[WantEvent, WantState]] = {
     WantState.CONNECTING: {
         WantEvent.REGISTRATION_SENT: WantState.REGISTERING,
         WantEvent.READ_POSTED: WantState.READING,
+        WantEvent.BLOCKS_RETURNED: WantState.QUEUED,
         WantEvent.ENDED_QUIET: WantState.RELEASED,
     },
     WantState.REGISTERING: {
         WantEvent.ACKNOWLEDGED: WantState.REGISTERED,
+        WantEvent.BLOCKS_RECALLED: WantState.RECALLING,
         WantEvent.READ_POSTED: WantState.READING,
         WantEvent.LANDED: WantState.RELEASED,
         WantEvent.CHECK_BEGUN: WantState.CHECKING,
@@ -143,6 +148,15 @@ WANT: Mapping[WantState, Mapping[WantEvent, WantState]] = {
         WantEvent.ENDED_IN_FLIGHT: WantState.QUARANTINED,
     },
     WantState.REGISTERED: {
+        WantEvent.BLOCKS_RECALLED: WantState.RECALLING,
+        WantEvent.READ_POSTED: WantState.READING,
+        WantEvent.LANDED: WantState.RELEASED,
+        WantEvent.CHECK_BEGUN: WantState.CHECKING,
+        WantEvent.ENDED_QUIET: WantState.RELEASED,
+        WantEvent.ENDED_IN_FLIGHT: WantState.QUARANTINED,
+    },
+    WantState.RECALLING: {
+        WantEvent.BLOCKS_RETURNED: WantState.QUEUED,
         WantEvent.READ_POSTED: WantState.READING,
         WantEvent.LANDED: WantState.RELEASED,
         WantEvent.CHECK_BEGUN: WantState.CHECKING,
@@ -183,6 +197,7 @@ EXITS_BY_TIME: Mapping[enum.StrEnum, str] = {
     WantState.CONNECTING: "handshake_timeout_s",
     WantState.REGISTERING: "push_registration_timeout",
     WantState.REGISTERED: "push_registration_timeout",
+    WantState.RECALLING: "push_registration_timeout",
     WantState.READING: "transfer_timeout_s",
     WantState.PROVING: "handshake_timeout_s",
     WantState.CHECKING: "transfer_timeout_s",

@@ -31,7 +31,8 @@ PROTOCOL_VERSION = 4
 the window, packed streams, a `Landed` with a newer epoch voids older ones. 3: a `Landed` may carry
 a continuation; beats, nudges; `Computed`, so that no tile waits for the end of prefill; a wanter
 that registers may rather be told by `Held` what to READ. 4: a `Renew` says which blocks are READ,
-and `Renewed` if they are not the hold's."""
+and `Renewed` if they are not the hold's; a `Cancel` may be for now only, and a `Renewed` says which
+prompts are finished, also unasked."""
 
 REGISTRATION_PREFIX = b"PUSH_REG:"
 """Starts a registration's notification, as in vLLM, so that a foreign one is recognised."""
@@ -186,7 +187,9 @@ class Fail(Message, frozen=True, tag="fail"):
 class Cancel(Message, frozen=True, tag="cancel"):
     """Wanter to holder: do not write any more; answer `Fenced` when nothing is in flight.
 
-    Resent until answered. Also frees the holder from waiting for this rank.
+    Resent until answered. Also frees the holder from waiting for this rank; unless it is `for_now`:
+    then the wanter has lent its blocks to somebody else, and will register again, in a later epoch.
+    A prompt that is finished is served all the same, and `Renewed` says so in place of `Fenced`.
     """
 
     sender: SenderFields
@@ -194,6 +197,7 @@ class Cancel(Message, frozen=True, tag="cancel"):
     request_id: Text
     consumers: list[RankPair]
     epoch: Index = 0
+    for_now: bool = False
 
 
 class Fenced(Message, frozen=True, tag="fenced"):
@@ -287,6 +291,10 @@ class Renew(Message, frozen=True, tag="renew"):
     port: Port | None = None
 
 
+UNASKED = 0
+"""The serial of a `Renewed` that answers no question; those of questions begin with 1."""
+
+
 class Renewed(Message, frozen=True, tag="renewed"):
     """Holder to wanter: answer to `Renew`.
 
@@ -295,6 +303,8 @@ class Renewed(Message, frozen=True, tag="renewed"):
     because this wanter rank has everything. `unknown` ones are not held. `refused` ones are held,
     but not in the blocks that were named. One in none of the lists stands as long as was granted
     before, and no longer; or it was named before it was there, and is to be asked for again.
+    `finished` ones wait for nothing but the wanter. With the serial `UNASKED` it answers nothing: a
+    prompt has finished that somebody had asked for and not registered for.
     """
 
     sender: SenderFields
@@ -304,6 +314,7 @@ class Renewed(Message, frozen=True, tag="renewed"):
     served: list[Text]
     unknown: list[Text]
     refused: list[Text] = []
+    finished: list[Text] = []
 
 
 class Beat(Message, frozen=True, tag="beat"):
@@ -461,6 +472,7 @@ def _check_lengths(message: AnyMessage | ShareItem, limits: Limits) -> None:
         ("shares", limits.max_layers),
         ("digests", limits.max_layers),
         ("refused", limits.max_waiting_registrations),
+        ("finished", limits.max_waiting_registrations),
         ("slots", limits.max_slots),
         ("unused_slots", limits.max_slots),
     )

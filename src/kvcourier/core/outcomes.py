@@ -27,6 +27,14 @@ class Outcome(enum.StrEnum):
     RECEIVE_FAILED = "receive_failed"
     """D: the KV will not come; fail the request or compute it in *other* blocks."""
 
+    HELD = "held"
+    """D: its holder has finished the prompt, so that it waits for nothing but our blocks. No end;
+    told once, and never where the request came with it."""
+
+    RECALLED = "recalled"
+    """D: the blocks handed over are the engine's again, as it asked, with nothing of use in them;
+    the request waits for others as before. Comes in place of RELEASED, as often as it is asked."""
+
     SENT = "sent"
     """P: everybody who wanted this prompt's KV has it."""
 

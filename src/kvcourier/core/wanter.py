@@ -43,6 +43,7 @@ _AWAITING_PEER = frozenset(
     {
         WantState.REGISTERING,
         WantState.REGISTERED,
+        WantState.RECALLING,
         WantState.READING,
         WantState.PROVING,
         WantState.CHECKING,
@@ -55,6 +56,7 @@ _TIMEOUT_REASONS = {
     WantState.CONNECTING: "the other instance did not answer the handshake in time",
     WantState.REGISTERING: "the other instance did not acknowledge the registration in time",
     WantState.REGISTERED: "the other instance did not deliver in time",
+    WantState.RECALLING: "the other instance neither delivered nor gave the blocks back in time",
     WantState.READING: "the READ did not end in time",
     WantState.PROVING: "the other instance did not confirm in time that it still held the KV",
     WantState.CHECKING: "integrity: what has come could not be compared in time",
@@ -110,6 +112,7 @@ class Wanter:
         want = Want(event.request_id, event.intent)
         if isinstance(event.intent, PullIntent):
             want.continuation = event.intent.continuation
+            want.is_finished = True
         self._wants[event.request_id] = want
         if event.intent.transfer_id is not None:
             self._space.stories.alias(event.intent.transfer_id, event.request_id)
@@ -131,6 +134,26 @@ class Wanter:
             event.request_id, "blocks_reserved", start=event.span.start, stop=event.span.stop
         )
         self._await_connection(want)
+
+    def recall(self, request_id: RequestId) -> None:
+        """The engine wants the blocks back for somebody whose KV is there; unknown ones are fine.
+
+        Not those of a prompt that is finished: it comes in a moment, and needs nothing else.
+        """
+        want = self._wants.get(request_id)
+        if want is None or want.is_finished:
+            return
+        if want.state is WantState.CONNECTING:
+            self._give_back(want)
+        elif want.registered:
+            want.advance(WantEvent.BLOCKS_RECALLED)
+            self._space.note(request_id, "recalling")
+            for link in want.sources:
+                link.fenced = False
+                self._asks.cancel(want, link, for_now=True)
+            timing = self._space.timing
+            self._space.set_timer(TimerKind.WANT, request_id, timing.push_registration_timeout)
+            self._space.set_timer(TimerKind.RESEND, request_id, timing.resend_s)
 
     def decline(self, request_id: RequestId) -> None:
         """Nothing is needed after all; unknown requests are fine."""
@@ -174,7 +197,7 @@ class Wanter:
     def on_landed(self, message: Landed) -> None:
         """A tile was written. Anything but an expected tile of a live want is stale."""
         want, link = self._match(message.sender.peer(), message.request_id)
-        if want is None or link is None or want.reads or not want.registered:
+        if want is None or link is None or want.reads or not want.may_be_served:
             self._space.counts[Counted.STALE_REFUSED] += 1
             return
         span = span_of(message)
@@ -190,7 +213,7 @@ class Wanter:
     def on_computed(self, message: Computed) -> None:
         """A source rank has finished prefill and posted everything before."""
         want, link = self._match(message.sender.peer(), message.request_id)
-        if want is None or link is None or want.reads or not want.registered:
+        if want is None or link is None or want.reads or not want.may_be_served:
             self._space.counts[Counted.STALE_REFUSED] += 1
             return
         if not _is_current(want, link, message.epoch):
@@ -204,7 +227,7 @@ class Wanter:
         """A source rank has written all of it, so prefill has finished: a lost notice matters no
         more."""
         want, link = self._match(peer, request_id)
-        if want is None or link is None or want.reads or not want.registered:
+        if want is None or link is None or want.reads or not want.may_be_served:
             return
         if link.routes and link.covered:
             self._on_computed(want, link, None)
@@ -226,7 +249,7 @@ class Wanter:
         As a tile that has landed does, one of a newer epoch voids the older ones.
         """
         want, link = self._match(message.sender.peer(), message.request_id)
-        if want is None or link is None or want.reads or not want.registered:
+        if want is None or link is None or want.reads or not want.may_be_served:
             return None
         span = span_of(message)
         coverage = _expected(want, link, message)
@@ -238,10 +261,11 @@ class Wanter:
     def on_held(self, message: Held) -> None:
         """A source rank has finished and tells what we may READ; we do when all have."""
         want, link = self._match(message.sender.peer(), message.request_id)
-        if want is None or link is None or not (want.reads and want.registered) or link.offer:
+        if want is None or link is None or not (want.reads and want.may_be_served) or link.offer:
             self._ignore()
             return
         link.acknowledged = True
+        self.on_finished(link.peer, want.request_id)
         link.offer = Offer(
             HoldId(message.hold_id), groups_of(message.block_ids), message.num_tokens
         )
@@ -277,7 +301,12 @@ class Wanter:
             return
         if message.quiet:
             link.may_write = False
-        if want.registered:
+            link.fenced = True
+        if want.state is WantState.RECALLING and message.quiet and message.held:
+            self._give_back_if_fenced(want)
+        elif want.state is WantState.RECALLING:
+            self._end(want, Outcome.RECEIVE_FAILED, message.reason)
+        elif want.registered:
             if not self._repairs.go_on(want, link, message):
                 is_over = message.reason.startswith(NOT_HELD)
                 cause = Cause.NOT_HELD if is_over else None
@@ -292,7 +321,21 @@ class Wanter:
             self._ignore()
             return
         link.may_write = False
+        link.fenced = True
+        self._give_back_if_fenced(want)
         self._release_if_quiet(want)
+
+    def on_finished(self, peer: PeerRank, request_id: RequestId) -> None:
+        """A source rank has computed all of the prompt, and keeps it for us."""
+        want, link = self._match(peer, request_id)
+        if want is None or link is None:
+            return
+        if want.state is WantState.PROVING and not link.confirmed:
+            # We were faster than its engine, so that it could not confirm what we read.
+            self._space.set_timer(TimerKind.ASK, request_id, 0.0)
+        if not want.is_finished:
+            want.is_finished = True
+            self._space.tell(Side.WANT, request_id, Outcome.HELD)
 
     def on_lease_answer(
         self, peer: PeerRank, request_id: RequestId, asked_at: float, granted_s: float
@@ -512,6 +555,7 @@ class Wanter:
         for link in want.sources:
             link.expect(want.span)
             link.may_write = not want.reads
+            link.fenced = False
             self._asks.register(want, link)
         self._space.set_timer(TimerKind.RESEND, want.request_id, self._space.timing.resend_s)
         self._space.watch(want.address)
@@ -600,7 +644,7 @@ class Wanter:
         """The KV will not come, or is not wanted; None where the engine needs no outcome."""
         if outcome is not None:
             self._space.tell(Side.WANT, want.request_id, outcome, reason, cause=cause)
-        if want.registered or not want.reads:
+        if want.may_be_served or not want.reads:
             for link in want.sources:
                 self._asks.cancel(want, link)
         self._let_go(want, read=False)
@@ -613,6 +657,19 @@ class Wanter:
             TimerKind.WANT, want.request_id, self._space.timing.quarantine_limit_s
         )
         self._space.set_timer(TimerKind.RESEND, want.request_id, self._space.timing.resend_s)
+
+    def _give_back_if_fenced(self, want: Want) -> None:
+        if want.state is WantState.RECALLING and all(link.fenced for link in want.sources):
+            self._give_back(want)
+
+    def _give_back(self, want: Want) -> None:
+        """The engine has asked for the blocks, and nobody can touch them: it waits for others."""
+        block_ids = want.block_ids
+        want.advance(WantEvent.BLOCKS_RETURNED)
+        want.unreserve()
+        self._space.cancel_timer(TimerKind.WANT, want.request_id)
+        self._space.cancel_timer(TimerKind.RESEND, want.request_id)
+        self._space.tell(Side.WANT, want.request_id, Outcome.RECALLED, block_ids=block_ids)
 
     def _release_if_quiet(self, want: Want) -> None:
         if (
@@ -658,6 +715,10 @@ class Wanter:
                     self._asks.register(want, link)
         elif want.state is WantState.CHECKING:
             self._checks.ask_again(want)
+        elif want.state is WantState.RECALLING:
+            for link in want.sources:
+                if not link.fenced:
+                    self._asks.cancel(want, link, for_now=True)
         elif want.state is WantState.PROVING:
             # The question or its answer was lost, or the hold had yet to be told to its holder.
             self._space.set_timer(TimerKind.ASK, request_id, 0.0)
@@ -677,7 +738,7 @@ class Wanter:
             if link.refused:
                 # It may be somebody else's, and not ours to end.
                 continue
-            reads = want.reads and not want.registered
+            reads = want.reads and not want.may_be_served
             checked = read and want.state is WantState.CHECKING
             if reads or checked or not link.routes or want.state is WantState.PARTING:
                 self._asks.let_go(want, link, read=read)

@@ -68,6 +68,7 @@ class Link:
         computed: prefill has finished there, so that what has landed is final (push).
         epoch: how often the prompt was computed anew there, as its writes say.
         asked_epoch: epoch of our latest registration; answers to earlier ones mean nothing.
+        fenced: it has nothing of our latest registration any more.
         may_write: whether it may still write into our blocks (push): from our registration until
             all has landed, it is fenced, or it is gone.
         acknowledged: it has our registration.
@@ -90,6 +91,7 @@ class Link:
     may_write: bool = False
     acknowledged: bool = False
     check: Check | None = None
+    fenced: bool = False
     proven_until: float = -math.inf
     blocks: bytes | None = None
     shown_at: float = math.inf
@@ -138,6 +140,7 @@ class Want:
     """One request whose KV somebody else holds.
 
     Attributes:
+        is_finished: its holder has finished the prompt, as far as we know.
         continuation: what the holder's engine gave for ours, once that is known.
     """
 
@@ -152,6 +155,7 @@ class Want:
     num_repairs: int = 0
     reads_instead: bool = False
     rechecked: bool = False
+    is_finished: bool = False
     registered_at: float = 0.0
     read_completed_at: float = 0.0
     continuation: str | None = None
@@ -190,6 +194,11 @@ class Want:
         return self.state in (WantState.REGISTERING, WantState.REGISTERED)
 
     @property
+    def may_be_served(self) -> bool:
+        """Whether what comes for our registration counts: also while we take it back."""
+        return self.registered or self.state is WantState.RECALLING
+
+    @property
     def sources(self) -> list[Link]:
         """The source ranks we take something from."""
         return [link for link in self.links.values() if link.routes]
@@ -198,6 +207,14 @@ class Want:
     def quiet_remotely(self) -> bool:
         """Whether no peer can write into our blocks any more."""
         return not any(link.may_write for link in self.links.values())
+
+    def unreserve(self) -> None:
+        """Its blocks are gone, with what has landed in them; the next registration is a new one."""
+        self.block_ids, self.span, self.written_to = (), _NOTHING, False
+        for link in self.links.values():
+            link.asked_epoch = link.epoch = max(link.epoch, link.asked_epoch) + 1
+            link.coverage, link.computed, link.check = [], False, None
+            link.acknowledged = link.fenced = link.may_write = False
 
     def owner(self, link: Link) -> Owner:
         """Under which its READs from this rank fly."""

@@ -78,6 +78,10 @@ class BlockPool:
             found.append(block)
         return found
 
+    def num_owned(self, blocks: Iterable[BlockId]) -> int:
+        """How many of these somebody owns, so that sharing them needs no free block."""
+        return sum(self._references[block] > 0 for block in blocks)
+
     def allocate(self, shared: Sequence[BlockId], num_new: int) -> list[BlockId] | None:
         """Own `shared` (as found by `match`) and `num_new` other blocks; None if too few are free.
 

@@ -207,6 +207,7 @@ class Engine:
             self._forget_id(request_id)
             raise
         sequence = Sequence(request_id, 0, list(request.prompt_token_ids), remote)
+        sequence.is_held = not isinstance(intent, PushIntent)
         sampler = TokenSampler(request.sampling, self.info.eos_token_ids)
         owed = {request_id} if intent is not None else set()
         if remote is not None:
@@ -295,6 +296,7 @@ class Engine:
                 batch = self._scheduler.schedule()
                 if self._turns is not None:
                     self._turns.give_up()
+                self._recall()
                 preempted = self._scheduler.take_preempted()
                 if self._streams is not None:
                     self._streams.roll_back(preempted)
@@ -354,6 +356,11 @@ class Engine:
                 counters.kv_sent += 1
             case Outcome.SEND_FAILED:
                 counters.kv_send_failures += 1
+            case Outcome.HELD:
+                if live is not None:
+                    live.sequence.is_held = True
+            case Outcome.RECALLED:
+                self._on_recalled(report.request_id, live if is_receiving else None)
             case Outcome.RECEIVED if live is not None and is_receiving:
                 live.received = report
             case Outcome.RECEIVE_FAILED if live is not None and is_receiving:
@@ -372,6 +379,13 @@ class Engine:
             self._forget_if_over(owner_of(name))
         elif is_receiving:
             self._on_receive_failed(live, "its blocks were released before it came")
+
+    def _on_recalled(self, request_id: RequestId, live: _Live | None) -> None:
+        """A request has lent its blocks for others, unless it has ended meanwhile."""
+        if live is not None:
+            self._scheduler.recalled(live.sequence)
+        elif self._scheduler.take_back(request_id):
+            self._forget_if_over(owner_of(request_id))
 
     def _on_received(self, live: _Live, report: Report) -> None:
         """Its KV is complete and its blocks are its own: it goes on with the first or, where that
@@ -427,6 +441,13 @@ class Engine:
             self._turns.declined()
         else:
             self._counters.kv_declined += 1
+
+    def _recall(self) -> None:
+        """Who needs nothing but blocks does not wait for prompts that may never be begun."""
+        for sequence in self._scheduler.take_recalls():
+            assert self._endpoint is not None, "requests with an intent need an endpoint"
+            assert sequence.remote is not None, "nothing is to come for it"
+            self._endpoint.recall(sequence.remote.name)
 
     def _step(self, batch: SequenceOf[Work]) -> None:
         self._tell_scheduled(batch)

@@ -13,6 +13,12 @@ Life of a sequence::
 
 Blocks have one owner at any time: a sequence, or a *loan* (the endpoint, until it releases them).
 Loans that are *kept*, for somebody who may come, are called back when blocks run out, oldest first.
+
+**Who may wait for whom.** A loan for a prompt that its holder has not finished is a guess: the
+holder may be unable to begin it for want of the very blocks that it keeps for others who wait
+here. So such loans are made of blocks that nobody else waits for, and recalled as soon as
+somebody who needs nothing but blocks is short of them: a prompt that is held, one that is computed
+here, or a sequence that runs. What is left to wait for is only what ends by itself.
 """
 
 import bisect
@@ -68,6 +74,8 @@ class Sequence:
         num_computed: tokens, from the first on, whose KV is in `blocks`.
         num_cached_tokens: prompt tokens found in the prefix cache when first admitted.
         remote: what is to come from elsewhere, where something is.
+        is_held: it is all there.
+        is_recalled: it was asked to give its loan back.
     """
 
     request_id: RequestId
@@ -79,6 +87,8 @@ class Sequence:
     num_computed: int = 0
     num_published: int = 0
     num_cached_tokens: int | None = None
+    is_held: bool = False
+    is_recalled: bool = False
     keys: list[BlockKey] = field(default_factory=list)
 
     @property
@@ -120,6 +130,7 @@ class SchedulerCounters:
     """Totals since the start."""
 
     preemptions: int = 0
+    kv_recalls: int = 0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
 
@@ -141,7 +152,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.ready: deque[Sequence] = deque()
         self.waiting: list[Sequence] = []
-        self.wanting: deque[Sequence] = deque()
+        self.wanting: list[Sequence] = []
         self.receiving: list[Sequence] = []
         self.loans: dict[RequestId, list[BlockId]] = {}
         self.kept: dict[RequestId, None] = {}
@@ -156,46 +167,77 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Take a new sequence."""
         if sequence.remote is not None:
-            sequence.phase = Phase.WANTING
-            self.wanting.append(sequence)
+            self._want(sequence)
         else:
             self._wait(sequence)
 
     def admit_remote(self) -> list[Admission]:
-        """Find blocks, in order of arrival, for sequences whose KV comes from elsewhere.
+        """Find blocks for sequences whose KV comes from elsewhere: held ones first, each kind in
+        order of arrival.
 
-        This needs no compute, so they may overtake local ones, but only with blocks that the
-        first of those does not need. Each gets all its blocks or none.
+        This needs no compute, so they may overtake local ones, but only with blocks that those
+        with a better claim do not need. Each gets all its blocks or none.
         """
         admissions: list[Admission] = []
-        while self.wanting:
-            sequence = self.wanting[0]
-            remote = sequence.remote
-            assert remote is not None, "nothing is to come for it"
-            shared = self._match(sequence)
-            cached = len(shared) * self._block_size
-            if remote.num_tokens - cached <= remote.threshold:
-                self.wanting.popleft()
-                self._wait(sequence)
-                admissions.append(Admission(sequence, remote.name, TokenSpan(0, 0), ()))
-                continue
-            num_new = self._num_blocks(len(sequence.tokens)) - len(shared)
-            reserved = self._reserved_before(sequence)
-            blocks = None
-            if num_new + reserved <= self.pool.num_free:
-                blocks = self.pool.allocate(shared, num_new)
-            if blocks is None:
-                self._call_back(self.pool.num_needed(shared, num_new) + reserved)
+        for sequence in sorted(self.wanting, key=lambda s: (not s.is_held, s.arrival)):
+            admission = self._admit(sequence)
+            if admission is None:
                 break
-            self.wanting.popleft()
-            self._start_with(sequence, shared)
-            lent = blocks[len(shared) :]
-            self.lend(remote.name, lent)
-            sequence.phase = Phase.RECEIVING
-            self.receiving.append(sequence)
-            span = TokenSpan(cached, remote.num_tokens)
-            admissions.append(Admission(sequence, remote.name, span, tuple(lent)))
+            admissions.append(admission)
         return admissions
+
+    def _admit(self, sequence: Sequence) -> Admission | None:
+        remote = sequence.remote
+        assert remote is not None, "nothing is to come for it"
+        shared = self._match(sequence)
+        cached = len(shared) * self._block_size
+        if remote.num_tokens - cached <= remote.threshold:
+            self.wanting.remove(sequence)
+            self._wait(sequence)
+            return Admission(sequence, remote.name, TokenSpan(0, 0), ())
+        num_new = self._num_blocks(len(sequence.tokens)) - len(shared)
+        needed = self.pool.num_needed(shared, num_new) + self._claimed_before(sequence)
+        blocks = None
+        if needed <= self.pool.num_free:
+            blocks = self.pool.allocate(shared, num_new)
+        if blocks is None:
+            self._call_back(needed)
+            return None
+        self.wanting.remove(sequence)
+        self._start_with(sequence, shared)
+        lent = blocks[len(shared) :]
+        self.lend(remote.name, lent)
+        sequence.phase = Phase.RECEIVING
+        self.receiving.append(sequence)
+        return Admission(sequence, remote.name, TokenSpan(cached, remote.num_tokens), tuple(lent))
+
+    def take_recalls(self) -> list[Sequence]:
+        """Whose loans are to be given back now, youngest first; ask each for it, then `recalled`
+        or `received` follows.
+
+        As many as it takes to serve who has the first claim on blocks and is short of them.
+        """
+        coming = [block for name in self._called_back for block in self.loans[name]]
+        short = self._num_blocks_short() - self.pool.num_freed_by(coming)
+        short -= sum(len(self._loan_of(each)) for each in self.receiving if each.is_recalled)
+        recalls: list[Sequence] = []
+        for sequence in sorted(self.receiving, key=lambda s: -s.arrival):
+            if short <= 0:
+                break
+            if not (sequence.is_held or sequence.is_recalled):
+                sequence.is_recalled = True
+                recalls.append(sequence)
+                short -= len(self._loan_of(sequence))
+        self.counters.kv_recalls += len(recalls)
+        return recalls
+
+    def recalled(self, sequence: Sequence) -> None:
+        """A receiving sequence has given its loan back; it is wanting again, at its old place."""
+        assert sequence.remote is not None, "nothing was to come for it"
+        self.receiving.remove(sequence)
+        self.take_back(sequence.remote.name)
+        self._reset(sequence)
+        self._want(sequence)
 
     def received(self, sequence: Sequence, *, next_is_known: bool = False) -> None:
         """The loan of a receiving sequence came back filled with its KV.
@@ -205,6 +247,7 @@ class Scheduler:
         """
         assert sequence.remote is not None, "nothing was to come for it"
         self.receiving.remove(sequence)
+        sequence.is_recalled = False
         sequence.blocks += self.loans.pop(sequence.remote.name)
         sequence.phase = Phase.READY
         num_needed = len(sequence.tokens) - (0 if next_is_known else 1)
@@ -302,7 +345,8 @@ class Scheduler:
         if not self.waiting:
             return None
         sequence = self.waiting[0]
-        if self.wanting and self.wanting[0].arrival < sequence.arrival:
+        first = self._first_held()
+        if first is not None and first.arrival < sequence.arrival:
             return None  # an older one is short of blocks: do not take them away from it
         shared = self._match(sequence)
         num_new = self._num_blocks(len(sequence.tokens)) - len(shared)
@@ -328,6 +372,8 @@ class Scheduler:
                     sequence.blocks += fresh
                 elif self._call_back(num_awaited + 1):
                     num_awaited += 1
+                    break
+                elif any(not each.is_held for each in self.receiving):
                     break
                 else:
                     self._preempt(max((*self.running, *self.ready), key=lambda s: s.arrival))
@@ -357,8 +403,13 @@ class Scheduler:
         sequence.phase = Phase.WAITING
         bisect.insort(self.waiting, sequence, key=lambda s: s.arrival)
 
+    def _want(self, sequence: Sequence) -> None:
+        sequence.phase = Phase.WANTING
+        bisect.insort(self.wanting, sequence, key=lambda s: s.arrival)
+
     def _reset(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
+        sequence.is_recalled = False
         sequence.blocks = []
         sequence.num_computed = 0
         sequence.num_published = 0
@@ -391,11 +442,41 @@ class Scheduler:
                 self.pool.publish(sequence.blocks[index], sequence.keys[index])
             sequence.num_published = num_full
 
-    def _reserved_before(self, sequence: Sequence) -> int:
-        """Blocks that the first local sequence, if older, still has to find."""
-        if not self.waiting or self.waiting[0].arrival > sequence.arrival:
-            return 0
-        return self._num_blocks(len(self.waiting[0].tokens))
+    def _claimed_before(self, sequence: Sequence) -> int:
+        """Blocks that those still have to find who go before a wanting sequence: who runs, and the
+        first local one, if that is older or the other's KV may never come."""
+        lacking = sum(map(self._num_lacking, (*self.running, *self.ready)))
+        if not self.waiting:
+            return lacking
+        first = self.waiting[0]
+        goes_before = not sequence.is_held or first.arrival < sequence.arrival
+        return lacking + (self._num_blocks(len(first.tokens)) if goes_before else 0)
+
+    def _num_blocks_short(self) -> int:
+        """Blocks that are wanting to those who run, and to the first who needs nothing else."""
+        short = sum(map(self._num_lacking, (*self.running, *self.ready))) - self.pool.num_free
+        has_place = len(self.running) + len(self.ready) < self._max_num_seqs
+        first = self._first_held()
+        if self.waiting and has_place:
+            local = self.waiting[0]
+            first = local if first is None or local.arrival < first.arrival else first
+        if first is None:
+            return short
+        shared = self._match(first)
+        num_new = self._num_blocks(len(first.tokens)) - len(shared)
+        return short + self.pool.num_needed(shared, num_new)
+
+    def _first_held(self) -> Sequence | None:
+        """The first sequence whose KV is ready elsewhere, and that has no blocks to put it in."""
+        return next((each for each in self.wanting if each.is_held), None)
+
+    def _num_lacking(self, sequence: Sequence) -> int:
+        """Blocks that a sequence with blocks still needs for its newest token."""
+        return max(0, self._num_blocks(len(sequence.tokens)) - len(sequence.blocks))
+
+    def _loan_of(self, sequence: Sequence) -> list[BlockId]:
+        assert sequence.remote is not None, "nothing is to come for it"
+        return self.loans[sequence.remote.name]
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

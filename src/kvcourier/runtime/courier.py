@@ -87,6 +87,7 @@ _log = logging.getLogger(__name__)
 Ready = Callable[[], bool]
 _Submitted = tuple[EngineEvent, Ready | None]
 _POLL_READY_S = 0.001
+_BLOCKS_BACK = frozenset({Outcome.RELEASED, Outcome.RECALLED})
 """Pause between looks at what a GPU has yet to compute. All of a prefill may pass meanwhile, and an
 eager one is launched by a thread that needs the interpreter as well."""
 
@@ -418,7 +419,7 @@ class Courier:
                 self._digests.abandon(operation_id)
 
     def _tell(self, report: Report) -> None:
-        if report.outcome is Outcome.RELEASED and report.side is Side.WANT:
+        if report.outcome in _BLOCKS_BACK and report.side is Side.WANT:
             self._receiver.forget(report.request_id)
         self._on_report(report)
 

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from kvcourier.config import EndpointConfig, Posting
 from kvcourier.core import handshake, inquiry
 from kvcourier.core.events import (
+    BlocksRecalled,
     BlocksReserved,
     EngineEvent,
     HoldBegun,
@@ -98,7 +99,7 @@ class KvEndpoint:
         self.registry.register(CoreCollector(self.snapshots))
         self._couriers: dict[Rank, Courier] = {}
         self._server: Server | None = None
-        self._requests = RequestTable(frozenset(self._caches), self._abandon)
+        self._requests = RequestTable(frozenset(self._caches), self._abandon, self._resume)
         self._reports: deque[Report] = deque()
         self._on_report: Callable[[], None] = lambda: None
         self._num_holds = 0
@@ -287,8 +288,13 @@ class KvEndpoint:
         self, request_id: RequestId, block_ids: Sequence[Sequence[int]], span: TokenSpan
     ) -> None:
         """Get the KV of `span` into these blocks; see runtime.interface."""
-        self._requests.hand_over(request_id)
-        self._submit_to_post(BlocksReserved(request_id, groups_of(block_ids), span))
+        reserved = BlocksReserved(request_id, groups_of(block_ids), span)
+        self._requests.hand_over(request_id, reserved)
+        self._submit_to_post(reserved)
+
+    def recall(self, request_id: RequestId) -> None:
+        """Its blocks are needed for another request; see runtime.interface."""
+        self._submit(BlocksRecalled(request_id))
 
     def decline(self, request_id: RequestId) -> None:
         """Nothing is needed after all; see runtime.interface."""
@@ -389,9 +395,16 @@ class KvEndpoint:
         """One rank has failed: the others must not wait for what will not come."""
         self._submit(RequestAborted(request_id))
 
+    def _resume(self, reserved: BlocksReserved, ranks: frozenset[Rank]) -> None:
+        """Other ranks have received: so do these, in the blocks that they had given back."""
+        for rank in ranks:
+            self._couriers[rank].submit(reserved)
+
     def _on_rank_report(self, rank: Rank, report: Report) -> None:
         told = self._requests.report(rank, report)
         for each in told:
+            if each.outcome is Outcome.HELD:
+                continue
             self._metrics.outcomes.labels(each.outcome).inc()
             if each.outcome in (Outcome.RECEIVE_FAILED, Outcome.SEND_FAILED):
                 _log.warning(

@@ -5,7 +5,8 @@ one is `runtime.endpoint.KvEndpoint`.
 
 A request that P computes for somebody:  begin_hold -> finish_prefill -> SENT, RELEASED. In
 between it may tell with advance_prefill how far it is, and with roll_back that it starts anew.
-A request whose KV D gets from somebody: expect -> receive -> RECEIVED, RELEASED.
+A request whose KV D gets from somebody: expect -> receive -> RECEIVED, RELEASED. HELD may come at
+any time before. In between D may ask for the blocks by recall: then RECALLED, and receive again.
 What D keeps for a conversation's next turn: keep_history -> SENT if somebody has come, RELEASED.
 Each may be ended early with `abort`, at any time, any number of times.
 """
@@ -125,6 +126,13 @@ class Endpoint(Protocol):
         `block_ids` (one list per cache group) covers positions from `span.start` on, or from the
         block on that the group's sliding window begins in, and may be longer than needed. The
         blocks belong to the endpoint until RELEASED.
+        """
+
+    def recall(self, request_id: RequestId) -> None:
+        """D: the blocks of a request that has not told HELD are needed for one that has.
+
+        RECALLED follows, and the request is as after `expect`, so that `receive` may be called
+        again; or, where its KV is on the way for good, RECEIVED, as if nothing had been asked.
         """
 
     def decline(self, request_id: RequestId) -> None:

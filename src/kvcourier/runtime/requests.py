@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from kvcourier.core.events import BlocksReserved
 from kvcourier.core.outcomes import Outcome, Report
 from kvcourier.errors import LocalProtocolError
 from kvcourier.ids import Rank, RequestId, TransferId, TransferKey
@@ -24,9 +25,12 @@ class _Tracked:
     let_go: bool = False
     aborted: bool = False
     failed: bool = False
+    reserved: BlocksReserved | None = None
+    is_held: bool = False
     success: Report | None = None
     succeeded: set[Rank] = field(default_factory=set)
     released: set[Rank] = field(default_factory=set)
+    recalled: set[Rank] = field(default_factory=set)
 
 
 class RequestTable:
@@ -35,11 +39,19 @@ class RequestTable:
     Args:
         ranks: all ranks of the instance.
         abandon: called (outside the lock) when one rank has failed and the others must give up.
+        resume: called (outside the lock) with ranks that have given their blocks back although
+            another one has received: they are to receive as well.
     """
 
-    def __init__(self, ranks: frozenset[Rank], abandon: Callable[[RequestId], None]) -> None:
+    def __init__(
+        self,
+        ranks: frozenset[Rank],
+        abandon: Callable[[RequestId], None],
+        resume: Callable[[BlocksReserved, frozenset[Rank]], None],
+    ) -> None:
         self._ranks = ranks
         self._abandon = abandon
+        self._resume = resume
         self._lock = threading.Lock()
         self._requests: dict[RequestId, _Tracked] = {}
         self._keys: dict[TransferKey, RequestId] = {}
@@ -63,8 +75,8 @@ class RequestTable:
             self._requests[request_id] = _Tracked(key)
             return True
 
-    def hand_over(self, request_id: RequestId) -> None:
-        """The engine gives its blocks: they are ours until released.
+    def hand_over(self, request_id: RequestId, reserved: BlocksReserved | None = None) -> None:
+        """The engine gives its blocks: they are ours until released, or `reserved` ones recalled.
 
         Raises:
             LocalProtocolError: the request is unknown, or has handed its blocks over before.
@@ -74,6 +86,7 @@ class RequestTable:
             if tracked is None or tracked.handed_over:
                 raise LocalProtocolError(f"request {request_id} has no blocks to hand over now")
             tracked.handed_over = True
+            tracked.reserved = reserved
 
     def finish(self, request_id: RequestId) -> bool:
         """Its prompt is computed, and the couriers know; whether it was let go before."""
@@ -120,23 +133,50 @@ class RequestTable:
                 return []
             told = self._tell(tracked, rank, report)
             abandon = any(each.outcome is Outcome.RECEIVE_FAILED for each in told)
+            resumed = self._take_resumed(tracked)
         if abandon:
             self._abandon(report.request_id)
+        if resumed and tracked.reserved is not None:
+            self._resume(tracked.reserved, resumed)
         return told
+
+    def _take_resumed(self, tracked: _Tracked) -> frozenset[Rank]:
+        """Ranks that were faster to give up than to receive; the blocks of all are still ours."""
+        goes_on = not (tracked.failed or tracked.aborted) and tracked.succeeded
+        if not goes_on or tracked.released | tracked.recalled != self._ranks:
+            return frozenset()
+        resumed, tracked.recalled = frozenset(tracked.recalled), set()
+        return resumed
 
     def _tell(self, tracked: _Tracked, rank: Rank, report: Report) -> list[Report]:
         if report.outcome in _SUCCESS:
             tracked.success = _joined(tracked.success, report)
             tracked.succeeded.add(rank)
             return []
+        if report.outcome is Outcome.HELD:
+            first, tracked.is_held = not tracked.is_held, True
+            return [report] if first else []
+        if report.outcome is Outcome.RECALLED:
+            tracked.recalled.add(rank)
+            return self._tell_back(tracked, report)
         if report.outcome is not Outcome.RELEASED:
             first = not (tracked.failed or tracked.aborted)
             tracked.failed = True
             return [report] if first else []
         tracked.released.add(rank)
-        if tracked.released != self._ranks:
+        return self._tell_back(tracked, report)
+
+    def _tell_back(self, tracked: _Tracked, report: Report) -> list[Report]:
+        """The blocks are the engine's again when no rank has any part of them."""
+        if tracked.recalled == self._ranks and not (tracked.failed or tracked.aborted):
+            tracked.handed_over, tracked.recalled = False, set()
+            return [report]
+        goes_on = tracked.succeeded and not (tracked.failed or tracked.aborted)
+        back = tracked.released if goes_on else tracked.released | tracked.recalled
+        if back != self._ranks:
             return []
         self._forget(report.request_id, tracked)
+        report = replace(report, outcome=Outcome.RELEASED)
         told = []
         if tracked.success and tracked.succeeded == self._ranks and not tracked.aborted:
             told.append(tracked.success)

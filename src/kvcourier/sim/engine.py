@@ -12,7 +12,7 @@ from typing import Any
 
 from kvcourier.config import Granularity
 from kvcourier.core.outcomes import Outcome, Report
-from kvcourier.core.params import HoldIntent, Intent
+from kvcourier.core.params import HoldIntent, Intent, PullIntent
 from kvcourier.errors import ParamsError
 from kvcourier.ids import RequestId
 from kvcourier.layout import TokenSpan
@@ -135,6 +135,7 @@ class SimEngine:
             prefix_hashes(prompt),
             max_tokens,
             is_remote=intent is not None and not isinstance(intent, HoldIntent),
+            is_ready=isinstance(intent, PullIntent),
             is_held=isinstance(intent, HoldIntent),
             owes_endpoint=intent is not None,
         )
@@ -196,6 +197,8 @@ class SimEngine:
         for admitted in self.scheduler.admit():
             self._receive(admitted)
         chunks = self.scheduler.schedule()
+        for sequence in self.scheduler.recalls():
+            self._endpoint.recall(RequestId(sequence.request_id))
         self._roll_back()
         if not chunks:
             return
@@ -328,7 +331,15 @@ class SimEngine:
     def _take_report(self, report: Report) -> None:
         live = self._live.get(report.request_id)
         receiving = live is not None and live.sequence.phase is Phase.RECEIVING
-        if report.outcome is Outcome.RELEASED:
+        if report.outcome is Outcome.HELD:
+            if live is not None:
+                live.sequence.is_ready = True
+        elif report.outcome is Outcome.RECALLED:
+            if live is not None and receiving:
+                self.scheduler.recalled(live.sequence)
+            elif not self.scheduler.take_back(report.request_id):
+                raise Violation(f"{report.request_id} is recalled, and nothing of it is on loan")
+        elif report.outcome is Outcome.RELEASED:
             self._take_released(report, live if receiving else None)
         elif live is None or not receiving:
             return

@@ -136,7 +136,7 @@ class Reports:
     """I3, as an endpoint tells it: one terminal report and one release of each request.
 
     Attributes:
-        all: every report, in order.
+        all: every report of what has come to an end, in order.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,11 @@ class Reports:
 
     def took(self, report: Report) -> None:
         """An engine was told this."""
+        if report.outcome is Outcome.HELD:
+            return
         self.all.append(report)
+        if report.outcome is Outcome.RECALLED:
+            return
         told = self._told.setdefault(report.request_id, Counter())
         told["terminal" if report.outcome in _TERMINAL else report.outcome.value] += 1
         require(max(told.values()) == 1, f"I3: {report.request_id} is told again: {report}")

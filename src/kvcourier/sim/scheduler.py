@@ -1,8 +1,9 @@
 """Which sequences of an engine model compute next, and who holds blocks meanwhile. Pure.
 
-Decides admission, chunks, preemption and loans, first come first served. Refuses to know time, the
-endpoint and clients. Smaller than a real engine's, and written apart from it, so that a mistake
-about blocks would have to be made twice to go unseen.
+Decides admission, chunks, preemption and loans, first come first served among those that need
+nothing but blocks; who waits for a prompt that P has not finished gets what is left, on call.
+Refuses to know time, the endpoint and clients. Smaller than a real engine's, and written apart from
+it, so that a mistake about blocks would have to be made twice to go unseen.
 """
 
 import enum
@@ -30,6 +31,8 @@ class SimSequence:
 
     Attributes:
         is_remote: its prompt's KV is to come from elsewhere, until that is settled.
+        is_ready: P has finished it, so that only blocks are wanting.
+        is_recalled: its loan was called back.
         hashes: of each token's prefix; see `content`.
         num_preempted: how often it has lost its blocks.
         num_told: P: tokens that the endpoint was told of since the last preemption.
@@ -41,6 +44,8 @@ class SimSequence:
     hashes: list[int]
     max_tokens: int
     is_remote: bool = False
+    is_ready: bool = False
+    is_recalled: bool = False
     is_held: bool = False
     phase: Phase = Phase.WAITING
     blocks: list[int] = field(default_factory=list)
@@ -51,6 +56,11 @@ class SimSequence:
     num_told: int = 0
     has_received: bool = False
     owes_endpoint: bool = False
+
+    @property
+    def may_wait_for_ever(self) -> bool:
+        """Whether something else than blocks is wanting, which may be waiting for them."""
+        return self.is_remote and not self.is_ready
 
     def append(self, token: int) -> None:
         """It has said one more token."""
@@ -105,20 +115,21 @@ class SimScheduler:
     def admit(self) -> list[Admitted]:
         """Give blocks to those whose turn it is; returns the ones whose KV comes from elsewhere.
 
-        Each gets all it needs or none, and nobody overtakes, so none waits for ever.
+        Each gets all it needs or none, and nobody overtakes one that needs nothing else, so none
+        waits for ever.
         """
         remote = []
-        while self.waiting:
-            sequence = self.waiting[0]
-            size = self._block_size
-            # At least the last token is computed here: somebody has to say what comes next.
-            keys = sequence.hashes[size - 1 : len(sequence.hashes) - 1 : size]
-            shared = self.pool.match(keys)
-            needed = self._num_blocks(len(sequence.hashes))
-            blocks = self.pool.allocate(shared, needed - len(shared))
+        size = self._block_size
+        for sequence in self._by_claim():
+            shared = self.pool.match(self._keys(sequence))
+            needed = self._num_blocks(len(sequence.hashes)) - len(shared)
+            taken = needed + sum(not self.pool.is_owned(block) for block in shared)
+            if taken + self._num_lacking() > self.pool.num_free:
+                break
+            blocks = self.pool.allocate(shared, needed)
             if blocks is None:
                 break
-            self.waiting.pop(0)
+            self.waiting.remove(sequence)
             cached = len(shared) * size
             sequence.num_computed, sequence.num_published = cached, len(shared)
             if sequence.is_remote and len(sequence.hashes) - cached > 1:
@@ -135,6 +146,31 @@ class SimScheduler:
             self._run(sequence)
         return remote
 
+    def recalls(self) -> list[SimSequence]:
+        """Whose loans to call back, once each, for those who need nothing but blocks."""
+        short = self._num_lacking() - self.pool.num_free
+        first = next(iter(self._by_claim()), None)
+        if first is not None and not first.may_wait_for_ever:
+            short += self._num_blocks(len(first.hashes))
+            short -= sum(map(self.pool.is_owned, self.pool.match(self._keys(first))))
+        recalled = []
+        for sequence in sorted(self.receiving, key=lambda each: -each.arrival):
+            if sequence.is_recalled:
+                short -= len(self.loans[sequence.request_id])
+        for sequence in sorted(self.receiving, key=lambda each: -each.arrival):
+            if short > 0 and sequence.may_wait_for_ever and not sequence.is_recalled:
+                sequence.is_recalled = True
+                recalled.append(sequence)
+                short -= len(self.loans[sequence.request_id])
+        return recalled
+
+    def recalled(self, sequence: SimSequence) -> None:
+        """A loan came back as it was asked for."""
+        self.receiving.remove(sequence)
+        self.take_back(sequence.request_id)
+        self._give_back(sequence)
+        self.add(sequence)
+
     def schedule(self) -> list[Chunk]:
         """The next step's work; those who were short of a block may have preempted others."""
         for sequence in sorted(self.running, key=lambda each: each.arrival):
@@ -142,12 +178,14 @@ class SimScheduler:
                 fresh = self.pool.allocate((), 1)
                 if fresh is not None:
                     sequence.blocks += fresh
+                elif any(each.may_wait_for_ever for each in self.receiving):
+                    break
                 else:
                     self.preempt(max(self.running, key=lambda each: each.arrival))
         budget, chunks = self._max_batch_tokens, []
         for sequence in sorted(self.running, key=lambda each: each.arrival):
             count = min(len(sequence.hashes) - sequence.num_computed, budget)
-            if count > 0:
+            if count > 0 and self._has_room(sequence):
                 budget -= count
                 start = sequence.num_computed
                 chunks.append(Chunk(sequence, start, start + count))
@@ -175,7 +213,7 @@ class SimScheduler:
         """A loan came back filled; its last token is computed again."""
         self.receiving.remove(sequence)
         sequence.blocks += self.loans.pop(sequence.request_id)
-        sequence.is_remote = False
+        sequence.is_remote = sequence.is_recalled = False
         self._mark(sequence, len(sequence.hashes) - 1)
         self._run(sequence)
 
@@ -211,8 +249,23 @@ class SimScheduler:
         sequence.phase = Phase.RUNNING
         self.running.append(sequence)
 
+    def _by_claim(self) -> list[SimSequence]:
+        """Who waits, those first who need nothing but blocks."""
+        return sorted(self.waiting, key=lambda each: (each.may_wait_for_ever, each.arrival))
+
+    def _keys(self, sequence: SimSequence) -> list[int]:
+        """Of the blocks it could share. At least the last token is computed here: somebody has to
+        say what comes next."""
+        size = self._block_size
+        return sequence.hashes[size - 1 : len(sequence.hashes) - 1 : size]
+
+    def _num_lacking(self) -> int:
+        """Blocks that running sequences need for their newest tokens."""
+        return sum(self._num_blocks(len(each.hashes)) - len(each.blocks) for each in self.running)
+
     def _give_back(self, sequence: SimSequence) -> None:
         self.pool.release(sequence.blocks)
+        sequence.is_recalled = False
         sequence.blocks = []
         sequence.num_computed = sequence.num_published = 0
 

@@ -69,7 +69,7 @@ class Timeliness:
         if leg is None or not wanted:
             return
         over_at = min((each.at for each in wanted if each.what in _WANT_OVER), default=math.inf)
-        tried_again = [each for each in wanted if each.what == "repairing"]
+        tried_again = [each for each in wanted if each.what in ("repairing", "recalled")]
         for each in held:
             if each.what != "delivery_failed" or over_at <= each.at + KNOWN_WITHIN_S:
                 continue

@@ -53,6 +53,7 @@ ENGINE_METRICS: Mapping[str, tuple[str, str]] = {
         "Prompts whose history's KV was offered and not fetched, by reason.",
     ),
     "ignored_reports": ("ignored_reports_total", "Reports about requests unknown by then."),
+    "kv_recalls": ("kv_recalls_total", "Blocks called back from prompts not finished at a peer."),
     "preemptions": ("num_preemptions_total", "Requests put back for lack of blocks."),
     "prefix_queried_tokens": ("prefix_cache_queries_total", "Tokens looked up in the cache."),
     "prefix_hit_tokens": ("prefix_cache_hits_total", "Tokens found in the prefix cache."),
