@@ -10,13 +10,15 @@ from doctor.planted import (
     found,
     healthy,
     instance,
+    offer_of,
     troubles,
     with_about,
     with_decode,
     with_prefill,
     with_timing,
 )
-from kvcourier.config import TransferPath
+from kvcourier.config import Limits, TransferPath
+from kvcourier.core.handshake import check_offer
 from kvcourier.doctor.costs import burden, measured
 from kvcourier.doctor.facts import (
     ClockOffset,
@@ -30,7 +32,7 @@ from kvcourier.doctor.facts import (
 from kvcourier.doctor.findings import Severity
 from kvcourier.doctor.rules.nodes import transports
 from kvcourier.doctor.rules.timing import ORDERS, longest_wait_s
-from kvcourier.layout.geometry import MemoryKind
+from kvcourier.layout.geometry import CacheLayout, MemoryKind
 from kvcourier.router.config import Timeouts
 
 ERROR, WARNING, NOTE, OK = (
@@ -291,6 +293,19 @@ def test_pieces_are_counted_plane_by_plane() -> None:
     assert scattered.path is TransferPath.DIRECT
     assert scattered.pieces > 10 * one_run.pieces
     assert scattered.num_bytes == one_run.num_bytes
+
+
+def test_other_layouts_cost_more_pieces() -> None:
+    costs, _ = measured(MemoryKind.DRAM, [])
+    nhd, hnd = (
+        check_offer(offer_of(name, tp_size=1, cache_layout=layout), Limits())
+        for name, layout in (("p", CacheLayout.NHD), ("d", CacheLayout.HND))
+    )
+    alike = burden(nhd, nhd, 160, (None, None), costs)
+    turned = burden(nhd, hnd, 160, (None, None), costs)
+    # 2 layers of K and V: one run each, or every head of every token of its own.
+    assert (alike.pieces, turned.pieces) == (4, 4 * 160 * 4)
+    assert alike.num_bytes == turned.num_bytes
 
 
 def test_what_was_measured_takes_the_place_of_the_guess() -> None:

@@ -9,12 +9,23 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvcourier.config import MIB, TransferPath
 from kvcourier.core.handshake import PeerInstance
 from kvcourier.doctor.facts import Metrics
 from kvcourier.ids import Rank
-from kvcourier.layout import Route, plan_mapping, route
-from kvcourier.layout.geometry import CacheGeometry, MemoryKind
+from kvcourier.layout import (
+    BlockRun,
+    GroupCache,
+    RankCache,
+    TokenSpan,
+    estimate_pieces,
+    plan_mapping,
+    route,
+    units_of,
+)
+from kvcourier.layout.geometry import MemoryKind
 from kvcourier.runtime.path_choice import FIRST_GUESS, PathCosts
 
 ENOUGH_PIECES = 64
@@ -78,11 +89,22 @@ def burden(
     Raises:
         MappingError: the two do not fit.
     """
+    span = TokenSpan(0, tokens)
     posted: dict[Rank, tuple[int, int]] = {}
     for each in route(prefill.geometries, decode.geometries):
-        source = _geometry(prefill, each.source, each)
-        target = _geometry(decode, each.target, each)
-        pieces, num_bytes = _pieces(source, target, each, tokens, run_blocks)
+        source = _roomy(prefill.ranks[each.source].cache, each.source_group, tokens)
+        target = _roomy(decode.ranks[each.target].cache, each.target_group, tokens)
+        plan = plan_mapping(source.geometry, target.geometry, each)
+        needed = each.needed(span)
+        pieces = estimate_pieces(
+            plan,
+            source,
+            target,
+            _blocks(source, needed, run_blocks[0]),
+            _blocks(target, needed, run_blocks[1]),
+            needed,
+        )
+        num_bytes = plan.bytes_per_unit * len(units_of(needed, plan.unit_tokens))
         before = posted.get(each.source, (0, 0))
         posted[each.source] = (before[0] + pieces, before[1] + num_bytes)
     busiest = max(posted, key=lambda rank: posted[rank][0] * costs.post_s)
@@ -102,32 +124,19 @@ def burden(
     return Burden(path, pieces, num_bytes, posting_s, wire_s)
 
 
-def _geometry(instance: PeerInstance, rank: Rank, of: Route) -> CacheGeometry:
-    """The group of a rank that holds a route's layers."""
-    return next(
-        geometry for geometry in instance.geometries[rank] if set(of.layers) <= set(geometry.layers)
-    )
+def _roomy(cache: RankCache, group: int, tokens: int) -> GroupCache:
+    """A cache group, as if it had room for any prompt: only where blocks lie towards each other
+    counts here."""
+    found = cache.groups[group]
+    room = found.geometry.num_reserved_blocks + 2 * (tokens // found.geometry.block_size + 2)
+    return dataclasses.replace(found, geometry=dataclasses.replace(found.geometry, num_blocks=room))
 
 
-def _pieces(
-    source: CacheGeometry,
-    target: CacheGeometry,
-    of: Route,
-    tokens: int,
-    run_blocks: tuple[float | None, float | None],
-) -> tuple[int, int]:
-    """(pieces, bytes) of one route."""
-    plan = plan_mapping(source, target, of)
-    kept = tokens if source.window is None else min(tokens, source.window)
-    units = math.ceil(kept / plan.unit_tokens)
-    runs = units * len(plan.lengths)
-    if len(plan.lengths) == 1:
-        in_tokens = [
-            blocks * side.block_size
-            for blocks, side in zip(run_blocks, (source, target), strict=True)
-            if blocks
-        ]
-        runs = math.ceil(kept / min(in_tokens)) if in_tokens else 1
-        runs = max(1, min(runs, units))
-    planes = source.kind.num_planes * len(of.layers)
-    return runs * planes, plan.bytes_per_unit * units
+def _blocks(cache: GroupCache, span: TokenSpan, run: float | None) -> BlockRun:
+    """Blocks for these positions, in runs of so many consecutive ids, with a gap after each."""
+    geometry = cache.geometry
+    first = span.start // geometry.block_size
+    places = np.arange(math.ceil(span.stop / geometry.block_size) - first, dtype=np.int64)
+    gaps = np.zeros_like(places) if run is None else (places / max(run, 1.0)).astype(np.int64)
+    ids = geometry.num_reserved_blocks + places + gaps
+    return BlockRun(ids, first * geometry.block_size)
