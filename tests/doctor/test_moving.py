@@ -118,7 +118,8 @@ def test_nixl_that_does_not_work_here() -> None:
     ("changes", "severity", "evidence"),
     [
         ({"problem": "answered 503: no KV"}, ERROR, "push: answered 503"),
-        ({"found": "a c"}, ERROR, "'a c', of P alone 'a b'"),
+        ({"found": "x y"}, ERROR, "'x y', of P alone 'a b'"),
+        ({"found": "a c"}, WARNING, "'a c', of P alone 'a b'"),
         ({"failures": ("failed transfers",)}, WARNING, "failed transfers"),
         ({"num_bytes": 0.0}, WARNING, "neither side counted a byte"),
     ],

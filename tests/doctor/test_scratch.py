@@ -1,5 +1,7 @@
 """Two copies of a prompt's KV: what arrived, what did not, and what was written elsewhere."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -66,6 +68,23 @@ def test_equal_copies_are_equal() -> None:
     assert (compared.differing, compared.untouched, compared.outside) == (0, 0, 0)
     # Two whole blocks of 16 tokens, 4 heads of 4 lanes of 2 bytes, 2 planes, 2 layers.
     assert compared.num_bytes == 2 * 16 * 4 * 4 * 2 * 2 * 2
+
+
+def test_of_a_sliding_window_only_the_window_comes() -> None:
+    peer = check_offer(offer_of("p", tp_size=1), Limits())
+    (contact,) = peer.ranks.values()
+    (group,) = contact.cache.groups
+    windowed = dataclasses.replace(group, geometry=dataclasses.replace(group.geometry, window=20))
+    cache = dataclasses.replace(contact.cache, groups=(windowed,))
+    rank = dataclasses.replace(contact, cache=cache)
+    scratch = Scratch(dataclasses.replace(peer, ranks={cache.rank: rank}), 100)
+    # Position 100 looks at 81 to 100, so blocks 5 and 6 of 16 tokens move, and 6 is not whole.
+    assert [len(ids) for ids in scratch.blocks(0, 100)] == [2]
+    fill(scratch, 0, 7, 100)
+    fill(scratch, 1, 7, 100)
+    compared = scratch.compare(100)
+    assert compared.num_bytes == 16 * 4 * 4 * 2 * 2 * 2
+    assert (compared.differing, compared.untouched, compared.outside) == (0, 0, 0)
 
 
 def test_what_never_came_is_seen() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ from .proxies import Prefill, pull_proxy, push_proxy
 VENV = Path(os.environ.get("KVCOURIER_VLLM_VENV", Path(__file__).parents[2] / ".venv-vllm"))
 START_S = 240.0
 ANSWER_S = 120.0
+DOCTOR_S = 300.0
 
 needs_vllm = [
     pytest.mark.vllm,
@@ -147,6 +149,21 @@ def spec_of(server: Vllm) -> str:
         f"{server.url},engine_id={server.engine_id},kv_host=127.0.0.1,kv_port={server.kv_port},"
         "tp_size=1"
     )
+
+
+def visit(*flags: str) -> tuple[int, dict[tuple[str, str], list[str]]]:
+    """What `kvcourier doctor` says: its exit code, and evidence by check and severity."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvcourier", "doctor", *flags, "--json", "-"],
+        capture_output=True,
+        text=True,
+        timeout=DOCTOR_S,
+    )
+    assert ended.returncode in (0, 1, 3), ended.stderr
+    found: dict[tuple[str, str], list[str]] = {}
+    for each in json.loads(ended.stdout)["findings"]:
+        found.setdefault((each["check"], each["severity"]), []).append(each["evidence"])
+    return ended.returncode, found
 
 
 def routers(pair: tuple[Vllm, Vllm]) -> dict[str, object]:

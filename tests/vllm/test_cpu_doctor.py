@@ -1,18 +1,14 @@
 """`kvcourier doctor` against real vLLM: a healthy pair, a connector that is not ours, and a pair of
 which nobody has said where its side channels are."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from .models import write_qwen3
-from .servers import Vllm, needs_vllm, spec_of, started, tokens, wait_until
+from .servers import Vllm, needs_vllm, spec_of, started, tokens, visit, wait_until
 
-ASK_S = 300.0
 pytestmark = needs_vllm
 
 
@@ -41,21 +37,6 @@ def theirs(pair: tuple[Vllm, Vllm], folder: Path) -> Iterator[Vllm]:
     server = Vllm("theirs", "kv_consumer", folder / "model", folder, own="NixlConnector")
     with started(server):
         yield server
-
-
-def visit(*flags: str) -> tuple[int, dict[tuple[str, str], list[str]]]:
-    """The exit code, and evidence by check and severity."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "kvcourier", "doctor", *flags, "--json", "-"],
-        capture_output=True,
-        text=True,
-        timeout=ASK_S,
-    )
-    assert ended.returncode in (0, 1, 3), ended.stderr
-    found: dict[tuple[str, str], list[str]] = {}
-    for each in json.loads(ended.stdout)["findings"]:
-        found.setdefault((each["check"], each["severity"]), []).append(each["evidence"])
-    return ended.returncode, found
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["as the router is told", "by URL alone"])

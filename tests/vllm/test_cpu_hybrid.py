@@ -20,8 +20,10 @@ from .servers import (
     request_body,
     routers,
     served,
+    spec_of,
     started,
     tokens,
+    visit,
     wait_until,
 )
 
@@ -141,3 +143,11 @@ def test_one_that_keeps_windows_cannot_serve_one_that_keeps_all(
     assert f"the source keeps a sliding window of {WINDOW} tokens" in full.log.read_text()
     assert full.process.poll() is None
     assert tokens(full.url, prompt)
+
+
+def test_a_doctor_finds_nothing(instances: Instances) -> None:
+    """It fetches windows as a D does, and its prompt is longer than they are."""
+    prefill, decode, _ = instances
+    _, found = visit(f"--prefill={spec_of(prefill)}", f"--decode={spec_of(decode)}")
+    assert not [told for (_, severity), told in found.items() if severity in ("warning", "error")]
+    assert sum("brought the same" in each for each in found["fetch", "ok"]) == 2

@@ -17,15 +17,22 @@ _WORDS = (
     *("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"),
     *("twelve", "twenty", "thirty", "forty", "fifty", "hundred", "thousand", "million"),
 )
+_VERSE = 10
 _ANSWER_TOKENS = 8
 _METRICS_PATIENCE_S = 3.0
 _PAUSE_S = 0.1
 
 
 def make_prompt(block_size: int) -> str:
-    """Random number words, which no prefix cache knows, for more than one block in any tokenizer:
-    a word is a token at least."""
-    return " ".join(random.choices(_WORDS, k=block_size + 24))
+    """Number words which no prefix cache knows, for more than one block in any tokenizer: a word is
+    a token at least.
+
+    The same few again and again, so that any real model is sure of the next: where it is not, two
+    kernels that round differently may choose differently, and nothing would be wrong.
+    """
+    verse = random.choices(_WORDS, k=_VERSE)
+    words = block_size + 3 * _VERSE
+    return " ".join((verse * (words // _VERSE + 1))[:words])
 
 
 def hold_body(model: str, prompt: str, transfer_id: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from kvcourier.layout.geometry import (
     MemoryKind,
     RankCache,
     Region,
+    TokenSpan,
 )
 
 Bytes = npt.NDArray[np.uint8]
@@ -88,10 +89,11 @@ class Scratch:
         return self._memory
 
     def blocks(self, copy: int, tokens: int) -> list[list[int]]:
-        """Ids of the blocks of one copy (0 or 1) of a prompt, a list for each cache group."""
+        """Ids of the blocks of one copy (0 or 1) of a prompt, a list for each cache group: those
+        that move, which with a sliding window are the last ones."""
         first = next(iter(self._caches.values()))
         return [
-            _ids(geometry, copy, self._tokens)[: math.ceil(tokens / geometry.block_size)]
+            _ids(geometry, copy, self._tokens)[: _last(geometry, tokens) - _first(geometry, tokens)]
             for geometry in first.geometries
         ]
 
@@ -101,7 +103,7 @@ class Scratch:
         first = ""
         for rank, group, layer, plane in self._planes():
             geometry = group.geometry
-            whole = tokens // geometry.block_size
+            whole = max(0, tokens // geometry.block_size - _first(geometry, tokens))
             left, right = (
                 plane[_ids(geometry, copy, self._tokens)[:whole]] for copy in range(COPIES)
             )
@@ -151,9 +153,20 @@ class Scratch:
                         yield rank, group, layer, plane.reshape(shape)
 
 
+def _first(geometry: CacheGeometry, tokens: int) -> int:
+    """The first block of a prompt that moves: where its sliding window begins."""
+    needed = TokenSpan(0, tokens).needed(geometry.window, geometry.block_size)
+    return needed.start // geometry.block_size
+
+
+def _last(geometry: CacheGeometry, tokens: int) -> int:
+    """One past a prompt's last block."""
+    return math.ceil(tokens / geometry.block_size)
+
+
 def _ids(geometry: CacheGeometry, copy: int, tokens: int) -> list[int]:
     """A copy's blocks: with a guard before, between and after them, and none that is reserved."""
-    num = math.ceil(tokens / geometry.block_size)
+    num = _last(geometry, tokens)
     start = geometry.num_reserved_blocks + 1 + copy * (num + 1)
     return list(range(start, start + num))
 
