@@ -32,7 +32,7 @@ OpenRouter = Callable[[InstanceFacts, InstanceFacts], AbstractContextManager[str
 _START_S = 120.0
 """What importing NIXL may take, with torch, on a busy machine."""
 
-_MAX_TOKENS_PER_WORD = 8
+_MAX_TOKENS_PER_CHARACTER = 2
 
 
 def attempt(
@@ -93,12 +93,12 @@ def _visit(one: InstanceFacts, question: Question, nixl_works: bool) -> Visit:
     modes = modes_of([one])
     if why_not or not modes or one.told is None or one.place is None:
         return Visit(one, skipped=why_not or "it takes part in no mode")
-    size = block_size(one)
+    prompt = make_prompt(block_size(one))
     errand = FetchTwice(
         url=one.url,
         api_key=question.api_key,
         model=one.models[0],
-        prompt=make_prompt(size),
+        prompt=prompt,
         engine_id=one.told.offer.engine_id,
         host=one.place.host,
         port=one.place.port,
@@ -107,7 +107,7 @@ def _visit(one: InstanceFacts, question: Question, nixl_works: bool) -> Visit:
         peer_keys=question.peer_keys,
         own_host=question.own_host,
         modes=modes,
-        tokens=_MAX_TOKENS_PER_WORD * (size + 32),
+        tokens=_MAX_TOKENS_PER_CHARACTER * len(prompt),
         timeout_s=question.answer_s,
         handoff=None if one.handoff is None else dict(one.handoff),
     )

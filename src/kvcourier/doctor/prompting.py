@@ -4,6 +4,7 @@ Decides the prompt, what is compared and what is looked at before and after. Ref
 """
 
 import random
+import string
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,26 +14,22 @@ from kvcourier.doctor.exposition import read_metrics
 from kvcourier.doctor.facts import AnswerFacts, Engine, InstanceFacts, Metrics
 from kvcourier.doctor.pages import NotAnswered, Pages, Reply
 
-_WORDS = (
-    *("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"),
-    *("twelve", "twenty", "thirty", "forty", "fifty", "hundred", "thousand", "million"),
-)
-_VERSE = 10
+_VERSE = 12
 _ANSWER_TOKENS = 8
 _METRICS_PATIENCE_S = 3.0
 _PAUSE_S = 0.1
 
 
 def make_prompt(block_size: int) -> str:
-    """Number words which no prefix cache knows, for more than one block in any tokenizer: a word is
-    a token at least.
+    """Digits in an order that no prefix cache knows, for more than one block in any tokenizer: each
+    is a token at least, and with its blank rarely more than two.
 
     The same few again and again, so that any real model is sure of the next: where it is not, two
     kernels that round differently may choose differently, and nothing would be wrong.
     """
-    verse = random.choices(_WORDS, k=_VERSE)
-    words = block_size + 3 * _VERSE
-    return " ".join((verse * (words // _VERSE + 1))[:words])
+    verse = random.choices(string.digits, k=_VERSE)
+    count = block_size + 3 * _VERSE
+    return " ".join((verse * (count // _VERSE + 1))[:count])
 
 
 def hold_body(model: str, prompt: str, transfer_id: str) -> dict[str, Any]:
