@@ -8,12 +8,12 @@ A history is used as far as its proof shows that it is of this prompt's tokens, 
 that its reference names. Whatever is missing of it is computed.
 """
 
-import enum
 import logging
 import threading
 from collections import Counter
 from dataclasses import dataclass
 
+from kvcourier.core.histories import Miss, usable_tokens
 from kvcourier.core.outcomes import Cause
 from kvcourier.core.params import History, PullIntent
 from kvcourier.core.token_proof import prove
@@ -25,25 +25,6 @@ from kvcourier.runtime.interface import Endpoint, let_holder_go
 from kvcourier.runtime.reports import Outcome, Report
 
 logger = logging.getLogger(__name__)
-
-
-class Miss(enum.StrEnum):
-    """Why a history that was offered was not fetched."""
-
-    OFF = "off"
-    """This instance fetches none."""
-    UNPROVEN = "unproven"
-    """Its reference says too little to be believed."""
-    REWRITTEN = "rewritten"
-    """The prompt does not begin with it."""
-    NOT_NEEDED = "not_needed"
-    """It is cached here, or too short to be worth it."""
-    NOT_HELD = "not_held"
-    """Who kept it has let it go, or given it to another request."""
-    RESTARTED = "restarted"
-    """Who kept it was started anew."""
-    FAILED = "failed"
-    """It could not be moved."""
 
 
 @dataclass(slots=True)
@@ -86,32 +67,21 @@ class Turns:
 
         Tells the endpoint at once, in either case. Thread-safe.
         """
-        proof, source = history.proof, history.source
-        threshold = self._config.history_threshold
-        if proof is None or not history.is_proven:
-            # Nor can it be told to who keeps it: there the time has to do.
-            self._miss(Miss.UNPROVEN)
-            return None
-        num_proven = 0
+        threshold, name = self._config.history_threshold, fetched_as(request_id)
+        usable: int | Miss = Miss.OFF
         if self._config.bidirectional_kv_xfer:
-            num_held = source.num_tokens or 0
-            num_proven = min(proof.num_proven(prompt), num_held, len(prompt) - 1)
-        name = fetched_as(request_id)
-        if num_proven >= threshold:
-            try:
-                self._endpoint.expect(name, source)
-            except ParamsError as error:
-                self.lost(request_id, str(error), None)
-                return None
-            return Remote(name, num_proven, threshold - 1)
-        if not self._config.bidirectional_kv_xfer:
-            self._miss(Miss.OFF)
-        elif min(proof.num_tokens, len(prompt)) >= threshold:
-            self._miss(Miss.REWRITTEN)
-        else:
-            self._miss(Miss.NOT_NEEDED)
-        let_holder_go(self._endpoint, name, source)
-        return None
+            usable = usable_tokens(history, prompt, threshold)
+        if isinstance(usable, Miss):
+            self._miss(usable)
+            if history.is_proven:
+                let_holder_go(self._endpoint, name, history.source)
+            return None
+        try:
+            self._endpoint.expect(name, history.source)
+        except ParamsError as error:
+            self.lost(request_id, str(error), None)
+            return None
+        return Remote(name, usable, threshold - 1)
 
     def declined(self) -> None:
         """What was expected is here already."""
