@@ -80,12 +80,15 @@ def rank() -> Iterator[Rank0]:
 
 
 def make_side(
-    rank: Rank0, tables: tuple[BlockTable, ...] = (BlockTable(0, BLOCK),), **changes: Any
+    rank: Rank0,
+    tables: tuple[BlockTable, ...] = (BlockTable(0, BLOCK),),
+    num_blocks: int = 1000,
+    **changes: Any,
 ) -> SchedulerSide:
     config = EndpointConfig(EngineId("p"), "m", side_channel_host="127.0.0.1", side_channel_port=0)
     values = {"tp_size": 1, "recompute_threshold": 0, "may_receive": True} | changes
     side = SchedulerSide(
-        ConnectorSettings(endpoint=config, incarnation=Incarnation("life"), **values)
+        ConnectorSettings(endpoint=config, incarnation=Incarnation("life"), **values), num_blocks
     )
     geometries = instance_geometries(model_cache(), 1)
     cache, _ = make_instance(geometries)[Rank(0, 0)]

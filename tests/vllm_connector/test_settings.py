@@ -8,11 +8,9 @@ import pytest
 
 from kvcourier.config import Integrity
 from kvcourier.errors import ConfigError
-from kvcourier.vllm_connector.settings import _KNOWN_KEYS, read_settings
+from kvcourier.vllm_connector.settings import _KNOWN_KEYS, TurnSettings, read_settings
 
 THEIRS_ONLY = (
-    "bidirectional_kv_xfer",
-    "decoder_kv_blocks_ttl",
     "enforce_handshake_compat",
     "engine_ttl",
     "enable_cross_layers_blocks",
@@ -102,3 +100,38 @@ def test_each_data_parallel_rank_has_a_port_of_its_own(monkeypatch):
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.0.0.7")
     endpoint = read_settings(vllm_config(data_parallel_index=3)).endpoint
     assert (endpoint.side_channel_host, endpoint.side_channel_port) == ("10.0.0.7", 5603)
+
+
+def turning(role: str, policy: str = "fail", **extra: Any) -> SimpleNamespace:
+    config = vllm_config({"bidirectional_kv_xfer": True, **extra})
+    config.kv_transfer_config.kv_role = role
+    config.kv_transfer_config.is_kv_producer = role in ("kv_producer", "kv_both")
+    config.kv_transfer_config.is_kv_consumer = role in ("kv_consumer", "kv_both")
+    config.kv_transfer_config.kv_load_failure_policy = policy
+    return config
+
+
+def test_turns_have_vllms_names_and_defaults():
+    assert read_settings(vllm_config()).turns is None
+    assert read_settings(turning("kv_both")).turns == TurnSettings(480.0, 64)
+    told = turning("kv_consumer", decoder_kv_blocks_ttl=20, kv_recompute_threshold=7)
+    settings = read_settings(told)
+    assert settings.turns == TurnSettings(20.0, 7)
+    assert settings.endpoint.courier.staging.send_bytes > 0, "what is kept may be sent packed"
+
+
+def test_who_computes_prompts_must_be_able_to_receive():
+    with pytest.raises(ConfigError, match=r"bidirectional_kv_xfer: expected kv_role kv_both"):
+        read_settings(turning("kv_producer"))
+
+
+@pytest.mark.parametrize(("role", "policy"), [("kv_both", "recompute"), ("kv_consumer", "fail")])
+def test_a_lost_history_fails_no_prompt(role, policy):
+    config = turning(role)
+    read_settings(config)
+    assert config.kv_transfer_config.kv_load_failure_policy == policy
+
+
+def test_the_time_to_keep_is_some():
+    with pytest.raises(ConfigError, match="decoder_kv_blocks_ttl: expected seconds above 0"):
+        read_settings(turning("kv_both", decoder_kv_blocks_ttl=0))

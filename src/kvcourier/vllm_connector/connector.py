@@ -75,7 +75,7 @@ class CourierConnector(KVConnectorBase_V1, HybridSupport):
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(self._settings)
+            self._scheduler = SchedulerSide(self._settings, kv_cache_config.num_blocks)
 
     # Both sides.
 
@@ -194,8 +194,11 @@ class CourierConnector(KVConnectorBase_V1, HybridSupport):
         return set() if REPORTS_FAILED_REQUESTS else self._working.take_failed_blocks()
 
     def get_kv_connector_stats(self) -> Any:
-        """What happened since the last time; the scheduler's connector has nothing to add."""
-        return None if self._worker is None else self._worker.take_stats()
+        """What happened since the last time."""
+        if self._worker is not None:
+            return self._worker.take_stats()
+        counts = self._scheduling.take_counts()
+        return CourierStats(data=counts) if counts else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:

@@ -9,6 +9,7 @@ Nothing here may raise for what a client sent: an exception in vLLM's scheduler 
 
 import enum
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from kvcourier.core.params import (
     PushIntent,
     WantIntent,
     handoff_params,
+    history_params,
     parse_params,
 )
 from kvcourier.errors import MappingError, ParamsError
@@ -48,6 +50,7 @@ from kvcourier.runtime.side_channel import HandshakeServer
 from kvcourier.vllm_connector.block_tables import BlockTable
 from kvcourier.vllm_connector.progress import ProgressTracker, StepNews
 from kvcourier.vllm_connector.settings import ConnectorSettings
+from kvcourier.vllm_connector.turns import Kept, Turns, miss_key
 
 if TYPE_CHECKING:
     from kvcourier.vllm_connector.worker_side import WorkerOffer
@@ -67,7 +70,8 @@ class _Phase(enum.Enum):
 class SchedulerSide:
     """Translates the hooks of one vLLM scheduler."""
 
-    def __init__(self, settings: ConnectorSettings) -> None:
+    def __init__(self, settings: ConnectorSettings, num_blocks: int = 0) -> None:
+        """`num_blocks` are all of vLLM's cache."""
         self._settings = settings
         self._tables: tuple[BlockTable, ...] = ()
         self._link = EngineLink(settings.endpoint.engine_id, settings.endpoint.keys)
@@ -78,6 +82,7 @@ class SchedulerSide:
         self._lent: dict[RequestId, TransferKey | None] = {}
         self._num_holds = 0
         self._progress = ProgressTracker()
+        self._turns = Turns(settings.turns, self._link.send, num_blocks)
         config = settings.endpoint
         told = about(config)
         self._server = HandshakeServer(
@@ -136,6 +141,9 @@ class SchedulerSide:
             if any(table.window is not None for table in self._tables):
                 _leave_last_token_out(request)
             self._begin_hold(request_id, intent)
+            if intent.history is not None:
+                source = _understood(intent.history.source)
+                self._turns.expect(request, intent.history, source)
             if self._settings.granularity is not Granularity.REQUEST:
                 self._progress.follow(request_id, int(request.num_prompt_tokens))
         elif intent is not None and not self._settings.may_receive:
@@ -147,17 +155,21 @@ class SchedulerSide:
         elif intent is not None:
             # vLLM hands in a call that it refused as a prompt of one token, aborted at once.
             refused = getattr(request, "abort_immediately", False)
+            if not refused:
+                self._turns.want(request_id, intent.keeps)
             self._want(request_id, intent, None if refused else int(request.num_prompt_tokens))
 
     def num_external_tokens(self, request: Any, num_computed_tokens: int) -> int:
         """How many tokens after the computed ones come from somebody else. No side effects."""
-        if self._wants.get(RequestId(request.request_id)) is not _Phase.QUEUED:
-            return 0
+        request_id = RequestId(request.request_id)
+        aligned = all(num_computed_tokens % table.block_size == 0 for table in self._tables)
+        from_history = self._turns.num_external(request_id, num_computed_tokens, aligned)
+        if self._wants.get(request_id) is not _Phase.QUEUED:
+            return from_history
         missing = int(request.num_prompt_tokens) - num_computed_tokens
         # The last prompt token is computed in any case, so its KV need not come. And vLLM must not
         # think that it came: it would drop a block that this token's window begins in.
         worth_it = missing > max(1, self._settings.recompute_threshold)
-        aligned = all(num_computed_tokens % table.block_size == 0 for table in self._tables)
         return missing - 1 if worth_it and aligned else 0
 
     def on_allocated(
@@ -165,6 +177,8 @@ class SchedulerSide:
     ) -> None:
         """Blocks for all but the prompt's last token are allocated, from position 0 on."""
         request_id = RequestId(request.request_id)
+        if self._turns.allocated(request_id, block_ids, num_external_tokens, self._tables):
+            self._lent[request_id] = None
         if self._wants.get(request_id) is not _Phase.QUEUED:
             return
         if num_external_tokens <= 0:
@@ -182,6 +196,7 @@ class SchedulerSide:
 
     def step_news(self, scheduler_output: Any) -> StepNews:
         """What the step that was scheduled means for held prompts."""
+        self._turns.end_step(len(scheduler_output.preempted_req_ids or ()))
         return self._progress.take(scheduler_output, self._tables)
 
     def on_results(self, received: set[str] | None, sent: set[str] | None) -> None:
@@ -197,6 +212,8 @@ class SchedulerSide:
                     self._keys.discard(self._lent.pop(RequestId(request_id)))
                     self._wants.pop(RequestId(request_id), None)
                     self._sources.pop(RequestId(request_id), None)
+                    self._turns.received(RequestId(request_id))
+                    self._turns.released(RequestId(request_id))
                 elif results is not None:
                     _log.error("%s: a result for blocks that were not lent", request_id)
                     results.discard(request_id)
@@ -206,32 +223,53 @@ class SchedulerSide:
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request is over: (whether its blocks stay ours until sent, params for the answer)."""
         request_id = RequestId(request.request_id)
+        finished_well = request.status.name in _FINISHED_WELL
+        is_receiving = self._turns.end_fetch(request_id)
+        kept = self._turns.kept_of(request, block_ids, self._tables, finished_well=finished_well)
         if request_id in self._wants:
             del self._wants[request_id], self._sources[request_id]
             self._link.send(Abort(request_id))
             return False, None
+        if kept is not None:
+            return True, self._keep(request_id, kept)
         if request_id not in self._holds:
             return False, None
         hold_id, key = self._holds.pop(request_id)
-        finished_well = request.status.name in _FINISHED_WELL
         self._progress.forget(request_id)
         num_tokens = int(request.num_prompt_tokens)
+        if is_receiving:
+            # Nothing of it was computed, so nothing was sent; its blocks come back as received.
+            self._keys.discard(key)
+            self._link.send(Abort(request_id))
+            return False, None
         if not finished_well or not any(block_ids):
             return self._give_up(request_id, key, block_ids), None
         self._lent[request_id] = key
         groups = [table.ids(block_ids, TokenSpan(0, num_tokens)) for table in self._tables]
         self._link.send(FinishPrefill(request_id, groups, num_tokens))
+        return True, self._handoff(request_id, groups, num_tokens, hold_id, key)
+
+    def _keep(self, request_id: RequestId, kept: Kept) -> dict[str, Any]:
+        """A turn is over: keep its KV for the next; returns the params for the answer."""
+        self._lent[request_id] = None
+        hold_id = self._new_hold_id()
+        ttl_s = self._turns.hand_over(kept, hold_id)
+        told = self._handoff(kept.name, kept.block_ids, kept.num_tokens, hold_id, None)
+        return history_params(told, ttl_s, kept.proof)
+
+    def _handoff(
+        self,
+        name: RequestId,
+        groups: list[list[int]],
+        num_tokens: int,
+        hold_id: HoldId,
+        key: TransferKey | None,
+    ) -> dict[str, Any]:
         config = self._settings.endpoint
-        holder = HolderAddress(
-            config.engine_id,
-            config.side_channel_host,
-            self._server.port,
-            self._settings.tp_size,
-            1,
-        )
-        return True, handoff_params(
-            holder,
-            request_id,
+        host, port = config.side_channel_host, self._server.port
+        return handoff_params(
+            HolderAddress(config.engine_id, host, port, self._settings.tp_size, 1),
+            name,
             groups,
             num_tokens,
             hold_id,
@@ -239,6 +277,16 @@ class SchedulerSide:
             config.modes,
             key,
         )
+
+    def take_counts(self) -> dict[str, int]:
+        """What happened to histories since the last time, by keys of `stats.COUNTS`."""
+        counts, self._turns.counts = self._turns.counts, Counter()
+        misses, self._turns.misses = self._turns.misses, Counter()
+        return dict(counts) | {miss_key(miss): count for miss, count in misses.items()}
+
+    def _new_hold_id(self) -> HoldId:
+        self._num_holds += 1
+        return hold_id_of(self._settings.incarnation, self._num_holds)
 
     def _give_up(
         self, request_id: RequestId, key: TransferKey | None, block_ids: Sequence[Sequence[int]]
@@ -275,8 +323,7 @@ class SchedulerSide:
             key = None
         if key is not None:
             self._keys.add(key)
-        self._num_holds += 1
-        hold_id = hold_id_of(self._settings.incarnation, self._num_holds)
+        hold_id = self._new_hold_id()
         self._holds[request_id] = (hold_id, key)
         self._link.send(
             BeginHold(

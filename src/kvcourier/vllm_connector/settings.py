@@ -49,8 +49,14 @@ GPU_STAGING = StagingConfig(send_bytes=512 * MIB, receive_bytes=512 * MIB, slot_
 CPU_STAGING = StagingConfig()
 """Slots of 128 MiB take 0.4 ms on NVLink; four of them keep it busy."""
 
+DEFAULT_HISTORY_THRESHOLD = 64
+DEFAULT_HISTORY_TTL_S = 480.0
+"""vLLM's own."""
+
 _KNOWN_KEYS = frozenset(
     {
+        "bidirectional_kv_xfer",
+        "decoder_kv_blocks_ttl",
         "backends",
         "num_threads",
         "enable_prog_thread",
@@ -72,6 +78,19 @@ _KNOWN_KEYS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class TurnSettings:
+    """How the KV of conversations' earlier turns is kept and fetched.
+
+    Attributes:
+        ttl_s: how long it is kept, at most.
+        threshold: if fewer tokens than this are missing of a history, they are computed.
+    """
+
+    ttl_s: float = DEFAULT_HISTORY_TTL_S
+    threshold: int = DEFAULT_HISTORY_THRESHOLD
+
+
+@dataclass(frozen=True, slots=True)
 class ConnectorSettings:
     """Everything both sides of the connector need.
 
@@ -80,6 +99,7 @@ class ConnectorSettings:
         incarnation: this life of this instance, the same in its scheduler and all its workers.
         tp_size: tensor-parallel size.
         recompute_threshold: tokens; a remainder of at most so many is computed, not fetched.
+        turns: what is kept and fetched of conversations' earlier turns; None: nothing.
         may_receive: vLLM keeps blocks back until no step can write them (kv_consumer, kv_both).
         granularity: in which parts KV is sent while its prompt is computed.
         log_stories: every finished transfer's story goes into the log.
@@ -92,6 +112,7 @@ class ConnectorSettings:
     may_receive: bool
     granularity: Granularity = DEFAULT_GRANULARITY
     log_stories: bool = False
+    turns: TurnSettings | None = None
 
 
 def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
@@ -161,7 +182,39 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
         may_receive=bool(transfer.is_kv_consumer),
         granularity=_choice(extra, "granularity", DEFAULT_GRANULARITY),
         log_stories=extra.get("log_stories") is True,
+        turns=_turns(extra, transfer),
     )
+
+
+def _turns(extra: Mapping[str, Any], transfer: Any) -> TurnSettings | None:
+    """What is kept and fetched of earlier turns.
+
+    Makes vLLM compute what could not be fetched where it would fail the request: it has one policy
+    for all that is loaded, and reads it after its connector is made. An instance that only decodes
+    loads prompts and no histories; there the policy stays as it is.
+    """
+    if extra.get("bidirectional_kv_xfer") is not True:
+        return None
+    if not transfer.is_kv_consumer:
+        raise ConfigError(
+            "kv_connector_extra_config.bidirectional_kv_xfer: expected kv_role kv_both on an "
+            "instance that computes prompts, as it receives the KV of earlier turns; found "
+            f"{transfer.kv_role}"
+        )
+    if transfer.is_kv_producer and transfer.kv_load_failure_policy == "fail":
+        _log.info(
+            "kv_load_failure_policy is recompute, as a history that does not come must not fail "
+            "its request; an instance that only decodes keeps its own with kv_role kv_consumer"
+        )
+        transfer.kv_load_failure_policy = "recompute"
+    ttl_s = _number(extra, "decoder_kv_blocks_ttl", DEFAULT_HISTORY_TTL_S)
+    if not 0 < ttl_s < float("inf"):
+        raise ConfigError(
+            f"kv_connector_extra_config.decoder_kv_blocks_ttl: expected seconds above 0, found "
+            f"{ttl_s:g}"
+        )
+    threshold = _number(extra, "kv_recompute_threshold", DEFAULT_HISTORY_THRESHOLD)
+    return TurnSettings(ttl_s, max(1, int(threshold)))
 
 
 def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
@@ -181,9 +234,10 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
 def _staging(extra: Mapping[str, Any], transfer: Any, default: StagingConfig) -> StagingConfig:
     """Staging memory for the directions that this role has."""
     size = _mib(extra, "staging_mib", default.send_bytes)
+    keeps = extra.get("bidirectional_kv_xfer") is True
     return StagingConfig(
         path=_choice(extra, "transfer_path", default.path),
-        send_bytes=size if transfer.is_kv_producer else 0,
+        send_bytes=size if transfer.is_kv_producer or keeps else 0,
         receive_bytes=size if transfer.is_kv_consumer else 0,
         slot_bytes=_mib(extra, "staging_slot_mib", default.slot_bytes),
     )

@@ -16,10 +16,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvcourier.core.histories import Miss
 from kvcourier.core.outcomes import Side
 from kvcourier.core.workspace import Counted
 from kvcourier.layout.geometry import Int64Array
 from kvcourier.runtime.metrics import HELP, RUN_LENGTH_HELP, RUN_LENGTHS
+from kvcourier.vllm_connector.turns import miss_key
 
 _SECONDS = [0.0005, 0.001, 0.003, 0.005, 0.01, 0.03, 0.05, 0.1, 0.3, 0.5, 1.0, 3.0, 5.0]
 _BYTES = [float(1 << exponent) for exponent in range(10, 37, 2)]
@@ -46,6 +48,7 @@ _FROM_CORE: Mapping[str, Counted] = {
     "num_kv_expired_reqs": Counted.LEASES_EXPIRED,
     "num_notifications_after_expiry": Counted.STALE_REFUSED,
     # What vLLM has no name for has ours.
+    "num_histories_expired": Counted.HISTORIES_EXPIRED,
     "num_registrations_expired": Counted.REGISTRATIONS_EXPIRED,
     "num_registrations_refused": Counted.REGISTRATIONS_REFUSED,
     "num_references_refused": Counted.REFERENCES_REFUSED,
@@ -76,6 +79,27 @@ COUNTS: Mapping[str, tuple[str, str]] = {
         "vllm:nixl_num_notifications_after_expiry",
         "Messages about KV that was no longer held or wanted.",
     ),
+    "num_histories_kept": ("kvcourier:histories_kept", "Answers whose KV was kept."),
+    "num_histories_collected": (
+        "kvcourier:histories_collected",
+        "Kept KV that a later turn has fetched.",
+    ),
+    "num_histories_given_up": (
+        "kvcourier:histories_given_up",
+        "Kept KV given up for want of blocks.",
+    ),
+    "num_histories_expired": ("kvcourier:histories_expired", HELP[Counted.HISTORIES_EXPIRED]),
+    "num_histories_fetched": (
+        "kvcourier:histories_fetched",
+        "Prompts whose history's KV was fetched.",
+    ),
+    **{
+        miss_key(miss): (
+            f"kvcourier:history_misses_{miss.value}",
+            f"Prompts whose history's KV was offered and not fetched: {miss.value}.",
+        )
+        for miss in Miss
+    },
     "num_registrations_expired": (
         "kvcourier:registrations_expired",
         HELP[Counted.REGISTRATIONS_EXPIRED],
@@ -170,6 +194,11 @@ class StatsRecorder:
         """An operation has moved everything."""
         with self._lock:
             self._stats.data["transfer_duration"].append(seconds)
+
+    def count(self, key: str) -> None:
+        """One more of something in `COUNTS`."""
+        with self._lock:
+            self._stats.data[key] += 1
 
     def failed(self, operation: str) -> None:
         """An operation could not be posted or did not complete."""

@@ -18,7 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from kvcourier.config import Granularity
 from kvcourier.core.events import PrefillAdvanced, PrefillRolledBack
 from kvcourier.core.handshake import Facts, RankOffer, facts_of
-from kvcourier.ids import RequestId
+from kvcourier.core.histories import Miss
+from kvcourier.ids import Rank, RequestId, owner_of
 from kvcourier.runtime.courier import Courier
 from kvcourier.runtime.engine_link import EngineToken, new_token
 from kvcourier.runtime.layer_pace import LEAST_BYTES, LayerPace
@@ -31,6 +32,7 @@ from kvcourier.vllm_connector.caches import WorkerCache, all_ranks, layer_number
 from kvcourier.vllm_connector.progress import Progress, StepNews
 from kvcourier.vllm_connector.settings import ConnectorSettings
 from kvcourier.vllm_connector.stats import CourierStats, StatsRecorder
+from kvcourier.vllm_connector.turns import miss_key
 from kvcourier.vllm_connector.versions import TransferResults
 
 _log = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class WorkerSide:
         self._failed: set[RequestId] = set()
         self._failed_blocks: set[int] = set()
         self._stats = StatsRecorder()
+        self._is_first = found.cache.rank == Rank(0, 0)
         self._log_stories = settings.log_stories
         self._by_layer = settings.granularity is Granularity.LAYER
         self._progress: tuple[Progress, ...] = ()
@@ -148,8 +151,9 @@ class WorkerSide:
             report = self._reports.popleft()
             if report.reason:
                 _log.warning("%s: %s: %s", report.request_id, report.outcome, report.reason)
+            self._count(report)
             if report.outcome is Outcome.RECEIVE_FAILED:
-                self._failed.add(report.request_id)
+                self._failed.add(owner_of(report.request_id))
             elif report.outcome is Outcome.RELEASED:
                 self._release(report, results)
         return results
@@ -174,8 +178,21 @@ class WorkerSide:
             for entry in self._courier.endpoint.story(report.request_id) or ():
                 _log.info("%s %.6f %s %s", report.request_id, entry.at, entry.what, entry.details)
 
+    def _count(self, report: Report) -> None:
+        """What happened to histories; one rank of an instance counts for all."""
+        owner = owner_of(report.request_id)
+        if not self._is_first or report.request_id == owner:
+            return
+        if report.outcome is Outcome.RECEIVED:
+            self._stats.count("num_histories_fetched")
+        elif report.outcome is Outcome.SENT:
+            self._stats.count("num_histories_collected")
+        elif report.outcome is Outcome.RECEIVE_FAILED:
+            miss = Miss.FAILED if report.cause is None else Miss(report.cause.value)
+            self._stats.count(miss_key(miss))
+
     def _release(self, report: Report, results: Any) -> None:
-        request_id = report.request_id
+        request_id = owner_of(report.request_id)
         if report.side is Side.HOLD:
             results.finished_sending.add(request_id)
             return
