@@ -30,12 +30,13 @@ def settings(
     policy: LoadPolicy = LoadPolicy.FAIL,
     max_batch_tokens: int = 64,
     step_s: float = 0.002,
+    keep_s: float = 0.0,
     staging: StagingConfig = DIRECT,
     **shape: Any,
 ) -> InstanceSettings:
     """An instance with blocks of 4 tokens, direct transfers and short steps."""
     engine = EngineSettings(
-        max_batch_tokens, step_s, 0.0001, granularity=granularity, load_policy=policy
+        max_batch_tokens, step_s, 0.0001, granularity=granularity, load_policy=policy, keep_s=keep_s
     )
     return InstanceSettings(Shape(**shape), engine, staging)
 

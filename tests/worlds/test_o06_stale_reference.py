@@ -5,8 +5,10 @@ vllm#52234, #47021: garbage, or another prompt's answer, with status 200.
 
 import pytest
 
+from kvcourier.core.histories import Miss
 from kvcourier.sim.engine import LoadPolicy
-from worlds.scene import PULL, SHORT, Scene, said_right, settings
+from kvcourier.sim.router import Ending
+from worlds.scene import PULL, PUSH, SHORT, Scene, said_right, settings
 
 PROMPT = range(24)
 NUM_BLOCKS = 8
@@ -150,3 +152,73 @@ def test_o6_a_good_reference_is_taken():
     assert scene.ask(PULL, PROMPT).ending is None
     scene.advance(1.0)
     scene.finish()
+
+
+# (e) as it comes about: P fetches for the second turn what D keeps of the first.
+
+KEEP_S = 3.0
+
+
+def talking_scene(num_blocks=16):
+    return Scene(
+        instances={
+            place: settings(num_blocks=num_blocks, keep_s=KEEP_S) for place in ("p0", "d0", "d1")
+        }
+    )
+
+
+def forget(scene, place):
+    """A prompt as large as the cache comes by: nothing older is in it any more."""
+    num_tokens = 4 * scene.life(place).pool.num_free
+    (answer,) = wait(scene, scene.submit(place, "x-900", range(300, 300 + num_tokens - 1), {}, 1))
+    assert not answer.error
+
+
+@pytest.mark.parametrize("mode", [PULL, PUSH])
+def test_o6_a_second_turn_fetches_the_first(mode):
+    scene = talking_scene()
+    # P has nothing of it any more.
+    first = scene.ask(mode, PROMPT, num_turns=3, pause_s=0.5)
+    scene.end(first)
+    forget(scene, "p0")
+    scene.until(lambda: len(scene.world.router.dispatches) == 3)
+    scene.end(*scene.world.router.dispatches)
+    assert all(each.ending is Ending.SERVED for each in scene.world.router.dispatches)
+    assert scene.life("p0").engine.num_fetched >= 1
+    scene.world.settle()
+
+
+@pytest.mark.parametrize("mode", [PULL, PUSH])
+def test_o6_a_second_turn_that_comes_too_late_is_computed(mode):
+    scene = talking_scene()
+    first = scene.ask(mode, PROMPT, num_turns=2, pause_s=KEEP_S + 0.5)
+    scene.end(first)
+    forget(scene, "p0")
+    scene.advance(KEEP_S + 0.2)
+    assert scene.count("d0", "histories_expired") == 1
+    # What D kept is another prompt's by now.
+    forget(scene, "d0")
+    scene.until(lambda: len(scene.world.router.dispatches) == 2)
+    scene.end(*scene.world.router.dispatches)
+    last = scene.world.router.dispatches[-1]
+    assert last.ending is Ending.SERVED, last.reason
+    assert scene.life("p0").engine.misses == {Miss.NOT_HELD: 1}
+    assert scene.life("p0").engine.num_fetched == 0
+    refused = scene.count("d0", "registrations_refused")
+    assert scene.count("p0", "stale_refused") == 1 if mode is PULL else refused == 1
+    scene.world.settle()
+
+
+@pytest.mark.parametrize("mode", [PULL, PUSH])
+def test_o6_a_second_turn_after_the_decode_instance_was_started_anew(mode):
+    scene = talking_scene()
+    first = scene.ask(mode, PROMPT, num_turns=2, pause_s=0.5)
+    scene.end(first)
+    forget(scene, "p0")
+    scene.instance("d0").kill()
+    scene.instance("d0").start("engine-d0")
+    scene.until(lambda: len(scene.world.router.dispatches) == 2)
+    scene.end(*scene.world.router.dispatches)
+    assert scene.world.router.dispatches[-1].ending is Ending.SERVED
+    assert scene.life("p0").engine.misses == {Miss.RESTARTED: 1}
+    scene.world.settle()

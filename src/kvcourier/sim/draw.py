@@ -41,7 +41,7 @@ from kvcourier.sim.faults import (
 from kvcourier.sim.instance import InstanceSettings
 from kvcourier.sim.memory import Shape
 from kvcourier.sim.network import Speed
-from kvcourier.sim.router import Ask
+from kvcourier.sim.router import NEXT_WORDS, Ask
 from kvcourier.sim.world import Plan
 
 _ENDS_AT = 14.0
@@ -49,6 +49,7 @@ _BUSY_S = 2.0
 """All clients come within this time."""
 
 _SPLITS = ((1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (2, 2))
+_SMALLEST_ROOM = 48
 _NUM_INCIDENTS = (0, 1, 2, 3, 5, 7, 9, 12)
 
 
@@ -66,6 +67,7 @@ def draw(seed: int) -> Plan:
         for _ in range(chance.choice(_NUM_INCIDENTS))
         for fault in chance.choice(_INCIDENTS)(chance, places, asks)
     ]
+    instances, asks = _with_turns(seed, instances, asks)
     instances, corruption = _with_integrity(seed, instances, places, asks)
     faults += corruption
     clocks: dict[str, Fault] = {f.place: f for f in faults if isinstance(f, Clock)}
@@ -79,6 +81,32 @@ def draw(seed: int) -> Plan:
         router_cancels=chance.random() < 0.5,
         ends_at=_ENDS_AT,
     )
+
+
+def _with_turns(
+    seed: int, instances: dict[str, InstanceSettings], asks: list[Ask]
+) -> tuple[dict[str, InstanceSettings], list[Ask]]:
+    """In some worlds D keeps what it has said, and some clients go on."""
+    # Chance of its own, so that the rest of a world is what its seed has always drawn.
+    chance = random.Random(f"turns of {seed}")
+    if chance.random() < 0.5:
+        return instances, asks
+    keep_s = chance.choice((0.3, 2.0, 6.0))
+    keeping = {
+        place: dataclasses.replace(
+            settings, engine=dataclasses.replace(settings.engine, keep_s=keep_s)
+        )
+        for place, settings in instances.items()
+    }
+    return keeping, [_going_on(chance, ask) for ask in asks]
+
+
+def _going_on(chance: random.Random, ask: Ask) -> Ask:
+    num_turns = chance.choice((1, 2, 2, 3))
+    length = len(ask.prompt) + num_turns * ask.max_tokens + (num_turns - 1) * len(NEXT_WORDS)
+    pause_s = chance.choice((0.0, 0.05, 0.3, 2.5))
+    fits = length <= _SMALLEST_ROOM
+    return dataclasses.replace(ask, num_turns=num_turns if fits else 1, pause_s=pause_s)
 
 
 def _with_integrity(
@@ -104,7 +132,7 @@ def _instance(
     tp_size, pp_size = chance.choice(_SPLITS)
     block_size = chance.choice((4, 4, 8))
     # Room for two or three requests at a time: blocks are short, and get new owners soon.
-    room = chance.choice((48, 64, 96))
+    room = chance.choice((_SMALLEST_ROOM, 64, 96))
     return InstanceSettings(
         shape=Shape(
             num_blocks=room // block_size,

@@ -6,15 +6,18 @@ sequence before it says a token, so wrong bytes cannot stay unseen.
 """
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvcourier.config import Granularity
+from kvcourier.core.histories import Miss, usable_tokens
 from kvcourier.core.outcomes import Outcome, Report
-from kvcourier.core.params import HoldIntent, Intent, PullIntent
+from kvcourier.core.params import History, HoldIntent, Intent, PullIntent
+from kvcourier.core.token_proof import LEAST_STEP, prove
 from kvcourier.errors import ParamsError
-from kvcourier.ids import RequestId
+from kvcourier.ids import RequestId, fetched_as, kept_as, owner_of
 from kvcourier.layout import TokenSpan
 from kvcourier.runtime.endpoint import KvEndpoint
 from kvcourier.runtime.interface import let_holder_go
@@ -43,6 +46,7 @@ class EngineSettings:
         token_s: what each token of a step adds.
         device_lag_s: after which the KV of a step that is over is there, as on a GPU that still
             computes; 0: at once.
+        keep_s: how long an answer's KV is kept for the next turn; 0: not at all.
     """
 
     max_batch_tokens: int = 16
@@ -51,6 +55,7 @@ class EngineSettings:
     device_lag_s: float = 0.0
     granularity: Granularity = Granularity.CHUNK
     load_policy: LoadPolicy = LoadPolicy.FAIL
+    keep_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,9 @@ class Answer:
 class _Live:
     sequence: SimSequence
     on_end: Callable[[Answer], None]
+    prompt: tuple[int, ...] = ()
     tokens: list[int] = field(default_factory=list)
+    keeps: bool = False
 
 
 class SimEngine:
@@ -93,6 +100,8 @@ class SimEngine:
         self.is_stalled = False
         self.grants: dict[str, dict[int, int]] = {}
         """For each request that was received for: its blocks, and `changes` of each by then."""
+        self.misses: Counter[Miss] = Counter()
+        self.num_fetched = 0
         self._timeline = timeline
         self._endpoint = endpoint
         self._memory = memory
@@ -141,12 +150,32 @@ class SimEngine:
         )
         if isinstance(intent, HoldIntent):
             self._endpoint.begin_hold(RequestId(request_id), intent)
+            if intent.history is not None:
+                self._expect_history(sequence, prompt, intent.history)
         elif intent is not None:
             self._endpoint.expect(RequestId(request_id), intent)
+            sequence.num_remote, sequence.remote_name = len(prompt), request_id
         self._num_arrived += 1
-        self._live[request_id] = _Live(sequence, on_end)
+        keeps = intent is not None and not isinstance(intent, HoldIntent) and intent.keeps
+        keeps = keeps and self._settings.keep_s > 0
+        self._live[request_id] = _Live(sequence, on_end, tuple(prompt), keeps=keeps)
         self.scheduler.add(sequence)
         self.wake()
+
+    def _expect_history(
+        self, sequence: SimSequence, prompt: Sequence[int], history: History
+    ) -> None:
+        """Of what earlier turns left elsewhere, fetch what the prompt begins with."""
+        name = fetched_as(RequestId(sequence.request_id))
+        usable = usable_tokens(history, prompt, LEAST_STEP)
+        if isinstance(usable, Miss):
+            self.misses[usable] += 1
+            if history.is_proven:
+                let_holder_go(self._endpoint, name, history.source)
+            return
+        self._endpoint.expect(name, history.source)
+        sequence.is_remote = sequence.is_ready = True
+        sequence.num_remote, sequence.remote_name = usable, name
 
     def refuse(self, request_id: str, intent: Intent | None) -> None:
         """Its HTTP layer takes no such request: whoever holds its KV may let go."""
@@ -200,6 +229,7 @@ class SimEngine:
         for sequence in self.scheduler.recalls():
             self._endpoint.recall(RequestId(sequence.request_id))
         self._roll_back()
+        self._give_up()
         if not chunks:
             return
         self._is_stepping = True
@@ -307,11 +337,19 @@ class SimEngine:
                 sequence.num_told = 0
                 self._endpoint.roll_back(RequestId(sequence.request_id))
 
+    def _give_up(self) -> None:
+        """Somebody is short of blocks: take the oldest back of what is kept."""
+        if self.scheduler.is_short and self.scheduler.kept:
+            name = next(iter(self.scheduler.kept))
+            del self.scheduler.kept[name]
+            self._endpoint.abort(RequestId(name))
+        self.scheduler.is_short = False
+
     def _receive(self, admitted: Admitted) -> None:
         sequence = admitted.sequence
-        request_id = RequestId(sequence.request_id)
+        request_id = RequestId(sequence.remote_name)
         if not admitted.blocks:
-            sequence.owes_endpoint = False
+            self._is_settled(sequence)
             self._endpoint.decline(request_id)
             return
         changes = self.scheduler.pool.changes
@@ -329,8 +367,12 @@ class SimEngine:
             self._take_report(report)
 
     def _take_report(self, report: Report) -> None:
-        live = self._live.get(report.request_id)
-        receiving = live is not None and live.sequence.phase is Phase.RECEIVING
+        live = self._live.get(owner_of(report.request_id))
+        receiving = (
+            live is not None
+            and live.sequence.phase is Phase.RECEIVING
+            and live.sequence.remote_name == report.request_id
+        )
         if report.outcome is Outcome.HELD:
             if live is not None:
                 live.sequence.is_ready = True
@@ -346,8 +388,10 @@ class SimEngine:
         elif report.outcome is Outcome.RECEIVED:
             live.sequence.has_received = True
         elif report.outcome is Outcome.RECEIVE_FAILED:
-            live.sequence.owes_endpoint = False
-            if self._settings.load_policy is LoadPolicy.RECOMPUTE:
+            self._is_settled(live.sequence)
+            if live.sequence.is_held:
+                self.misses[Miss(report.cause.value) if report.cause else Miss.FAILED] += 1
+            if live.sequence.is_held or self._settings.load_policy is LoadPolicy.RECOMPUTE:
                 self.scheduler.compute_instead(live.sequence)
             else:
                 self._end(live, error=f"KV not received: {report.reason}")
@@ -355,7 +399,8 @@ class SimEngine:
     def _take_released(self, report: Report, receiving: _Live | None) -> None:
         if receiving is not None and receiving.sequence.has_received:
             sequence = receiving.sequence
-            sequence.owes_endpoint = False
+            self._is_settled(sequence)
+            self.num_fetched += sequence.is_held
             self.scheduler.received(sequence)
             self._read(sequence, TokenSpan(0, sequence.num_computed))
         elif not self.scheduler.take_back(report.request_id):
@@ -363,12 +408,30 @@ class SimEngine:
         elif receiving is not None:
             raise Violation(f"{report.request_id} is released before it is received or failed")
 
+    def _is_settled(self, sequence: SimSequence) -> None:
+        """The endpoint is owed nothing any more of what was to come for it."""
+        if not sequence.is_held:
+            sequence.owes_endpoint = False
+
+    def _keep(self, live: _Live) -> Mapping[str, Any]:
+        """D: an answer's KV is kept for the next turn, all but the last token's."""
+        sequence = live.sequence
+        num_tokens = len(sequence.hashes) - 1
+        proof = prove([*live.prompt, *live.tokens][:num_tokens])
+        name = kept_as(RequestId(sequence.request_id))
+        num_blocks = len(self._blocks(sequence, num_tokens))
+        kept = self.scheduler.keep(sequence, name, num_blocks)
+        keep_s = self._settings.keep_s
+        return self._endpoint.keep_history(name, [kept], num_tokens, keep_s, proof)
+
     def _end(self, live: _Live, *, error: str = "") -> None:
         """Give a request its answer and its blocks a new owner."""
         sequence = live.sequence
         request_id = RequestId(sequence.request_id)
         del self._live[request_id]
-        params = None
+        params: Mapping[str, Any] | None = None
+        if sequence.is_held and sequence.is_remote:
+            self._endpoint.abort(RequestId(sequence.remote_name))
         if sequence.is_held and not error:
             num_blocks = len(self._blocks(sequence, sequence.num_prompt))
             lent = self.scheduler.lend(sequence, num_blocks)
@@ -381,6 +444,8 @@ class SimEngine:
                 kept = [self.scheduler.lend(sequence, len(sequence.blocks))]
             self.scheduler.remove(sequence)
             self._endpoint.abort(request_id, kept)
+        elif live.keeps and not error:
+            params = self._keep(live)
         self.scheduler.remove(sequence)
         live.on_end(Answer(request_id, tuple(live.tokens), params, error))
 

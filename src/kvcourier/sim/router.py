@@ -7,12 +7,13 @@ HTTP. Refuses to know faults and how engines work.
 import enum
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvcourier.config import USUAL_BINDING, Binding, Limits, TransferMode
 from kvcourier.core.params import parse_params
 from kvcourier.errors import ParamsError
+from kvcourier.ids import RequestId, owner_of
 from kvcourier.sim.content import next_token, prefix_hashes
 from kvcourier.sim.engine import VOCAB_SIZE, Answer, refusal
 from kvcourier.sim.instance import Instance, Life
@@ -20,6 +21,8 @@ from kvcourier.sim.invariants import Violation, require
 from kvcourier.sim.timeline import Timeline
 
 _HOP_S = (0.0005, 0.002)
+NEXT_WORDS = (11, 7, 43, 2, 19, 5)
+"""What a client says next."""
 _LIMITS = Limits()
 
 
@@ -30,6 +33,8 @@ class Ask:
     Attributes:
         binding: whether D is told before P has answered; None leaves it to the mode.
         leg_gap_s: how much later D's leg sets out than it could.
+        num_turns: how often the client goes on with what was said, this time included.
+        pause_s: how long it thinks in between.
     """
 
     at: float
@@ -41,6 +46,8 @@ class Ask:
     max_tokens: int = 2
     leg_gap_s: float = 0.0
     with_transfer_id: bool = True
+    num_turns: int = 1
+    pause_s: float = 0.0
 
     @property
     def is_early(self) -> bool:
@@ -90,6 +97,13 @@ def decode_request(number: int) -> str:
     return f"d-{number}"
 
 
+def holder_request_of(wanter_request_id: str) -> str:
+    """The holder's id for the wanter's; what is kept of a turn is never preempted and has none."""
+    if owner_of(RequestId(wanter_request_id)) != wanter_request_id:
+        return ""
+    return prefill_request_of(wanter_request_id)
+
+
 def prefill_request_of(decode_request_id: str) -> str:
     """P's id for D's."""
     return prefill_request(int(decode_request_id.rpartition("-")[2]))
@@ -122,11 +136,18 @@ class Router:
         self._instances = instances
         self._chance = chance
 
-    def dispatch(self, ask: Ask, *, is_forgotten: bool = False) -> Dispatch:
-        """Serve a client, from now on."""
+    def dispatch(
+        self, ask: Ask, *, is_forgotten: bool = False, history: Mapping[str, Any] | None = None
+    ) -> Dispatch:
+        """Serve a client, from now on; `history` is what D has told of the turn before."""
         dispatch = Dispatch(len(self.dispatches), ask, is_forgotten=is_forgotten)
         self.dispatches.append(dispatch)
-        prefill = {"do_remote_decode": True, **self._transfer_id(dispatch)}
+        prefill = {
+            **(history or {}),
+            "do_remote_decode": True,
+            "transfer_mode": ask.mode.value,
+            **self._transfer_id(dispatch),
+        }
         self._hop(lambda: self._start_prefill(dispatch, prefill))
         if ask.is_early and not is_forgotten:
             life = self._instances[ask.prefill].life
@@ -237,6 +258,15 @@ class Router:
             f"dispatch {dispatch.number}: tokens {answer.tokens}, expected {expected}",
         )
         self._end(dispatch, Ending.SERVED)
+        ask = dispatch.ask
+        if ask.num_turns > 1:
+            said = (*ask.prompt, *answer.tokens, *NEXT_WORDS)
+            at = self._timeline.now + ask.pause_s
+            turn = replace(ask, at=at, prompt=said, num_turns=ask.num_turns - 1)
+            self._hop(lambda: self._go_on(turn, answer.params), ask.pause_s)
+
+    def _go_on(self, turn: Ask, history: Mapping[str, Any] | None) -> None:
+        self.dispatch(turn, history=history)
 
     def _fail(self, dispatch: Dispatch, reason: str) -> None:
         if dispatch.ending is None:

@@ -30,8 +30,10 @@ class SimSequence:
     """One request in an engine.
 
     Attributes:
-        is_remote: its prompt's KV is to come from elsewhere, until that is settled.
-        is_ready: P has finished it, so that only blocks are wanting.
+        is_remote: KV of its first tokens is to come from elsewhere, until that is settled.
+        num_remote: how many these are.
+        remote_name: what the endpoint calls that.
+        is_ready: who holds it has finished it, so that only blocks are wanting.
         is_recalled: its loan was called back.
         hashes: of each token's prefix; see `content`.
         num_preempted: how often it has lost its blocks.
@@ -44,6 +46,8 @@ class SimSequence:
     hashes: list[int]
     max_tokens: int
     is_remote: bool = False
+    num_remote: int = 0
+    remote_name: str = ""
     is_ready: bool = False
     is_recalled: bool = False
     is_held: bool = False
@@ -102,6 +106,10 @@ class SimScheduler:
         self.loans: dict[str, list[int]] = {}
         self._block_size = block_size
         self._max_batch_tokens = max_batch_tokens
+        self.kept: dict[str, None] = {}
+        """Loans for a later turn, oldest first."""
+        self.is_short = False
+        """Somebody has found no block since that was last set to False."""
         self._preempted: list[SimSequence] = []
         self.num_preempted: Counter[str] = Counter()
         """How often each request has lost its blocks."""
@@ -125,19 +133,21 @@ class SimScheduler:
             needed = self._num_blocks(len(sequence.hashes)) - len(shared)
             taken = needed + sum(not self.pool.is_owned(block) for block in shared)
             if taken + self._num_lacking() > self.pool.num_free:
+                self.is_short = True
                 break
             blocks = self.pool.allocate(shared, needed)
             if blocks is None:
+                self.is_short = True
                 break
             self.waiting.remove(sequence)
             cached = len(shared) * size
             sequence.num_computed, sequence.num_published = cached, len(shared)
-            if sequence.is_remote and len(sequence.hashes) - cached > 1:
+            if sequence.is_remote and sequence.num_remote - cached > 1:
                 sequence.blocks = blocks[: len(shared)]
                 sequence.phase = Phase.RECEIVING
                 self.receiving.append(sequence)
-                self.loans[sequence.request_id] = lent = blocks[len(shared) :]
-                remote.append(Admitted(sequence, TokenSpan(cached, len(sequence.hashes)), lent))
+                self.loans[sequence.remote_name] = lent = blocks[len(shared) :]
+                remote.append(Admitted(sequence, TokenSpan(cached, sequence.num_remote), lent))
                 continue
             if sequence.is_remote:
                 remote.append(Admitted(sequence, TokenSpan(0, 0), ()))
@@ -156,18 +166,18 @@ class SimScheduler:
         recalled = []
         for sequence in sorted(self.receiving, key=lambda each: -each.arrival):
             if sequence.is_recalled:
-                short -= len(self.loans[sequence.request_id])
+                short -= len(self.loans[sequence.remote_name])
         for sequence in sorted(self.receiving, key=lambda each: -each.arrival):
             if short > 0 and sequence.may_wait_for_ever and not sequence.is_recalled:
                 sequence.is_recalled = True
                 recalled.append(sequence)
-                short -= len(self.loans[sequence.request_id])
+                short -= len(self.loans[sequence.remote_name])
         return recalled
 
     def recalled(self, sequence: SimSequence) -> None:
         """A loan came back as it was asked for."""
         self.receiving.remove(sequence)
-        self.take_back(sequence.request_id)
+        self.take_back(sequence.remote_name)
         self._give_back(sequence)
         self.add(sequence)
 
@@ -181,6 +191,7 @@ class SimScheduler:
                 elif any(each.may_wait_for_ever for each in self.receiving):
                     break
                 else:
+                    self.is_short = True
                     self.preempt(max(self.running, key=lambda each: each.arrival))
         budget, chunks = self._max_batch_tokens, []
         for sequence in sorted(self.running, key=lambda each: each.arrival):
@@ -210,11 +221,11 @@ class SimScheduler:
         self._mark(chunk.sequence, chunk.stop)
 
     def received(self, sequence: SimSequence) -> None:
-        """A loan came back filled; its last token is computed again."""
+        """A loan came back filled; the last token is computed again."""
         self.receiving.remove(sequence)
-        sequence.blocks += self.loans.pop(sequence.request_id)
+        sequence.blocks += self.loans.pop(sequence.remote_name)
         sequence.is_remote = sequence.is_recalled = False
-        self._mark(sequence, len(sequence.hashes) - 1)
+        self._mark(sequence, min(sequence.num_remote, len(sequence.hashes) - 1))
         self._run(sequence)
 
     def compute_instead(self, sequence: SimSequence) -> None:
@@ -230,8 +241,16 @@ class SimScheduler:
         self.loans[sequence.request_id] = lent
         return lent
 
+    def keep(self, sequence: SimSequence, name: str, num_blocks: int) -> list[int]:
+        """Its first blocks are the endpoint's now, for a later turn."""
+        kept, sequence.blocks = sequence.blocks[:num_blocks], sequence.blocks[num_blocks:]
+        self.loans[name] = kept
+        self.kept[name] = None
+        return kept
+
     def take_back(self, request_id: str) -> bool:
         """A loan that nobody waits for is over; False if there was none."""
+        self.kept.pop(request_id, None)
         blocks = self.loans.pop(request_id, None)
         if blocks is not None:
             self.pool.release(blocks)

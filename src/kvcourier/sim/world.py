@@ -25,7 +25,7 @@ from kvcourier.sim.faults import (
 from kvcourier.sim.instance import Instance, InstanceSettings
 from kvcourier.sim.invariants import Owned, Ownership, Violation, require
 from kvcourier.sim.network import Network, Speed
-from kvcourier.sim.router import Ask, Dispatch, Ending, Router, prefill_request_of
+from kvcourier.sim.router import Ask, Dispatch, Ending, Router, holder_request_of
 from kvcourier.sim.side_channel import Wire
 from kvcourier.sim.timeline import ProcessClock, Timeline
 from kvcourier.sim.timeliness import Timeliness
@@ -79,7 +79,7 @@ class World:
         self.network = Network(self.timeline, plan.faults, plan.speed, self._chance)
         self.wire = Wire(self.timeline, self.network)
         self.data_path = DataPath(
-            self.timeline, self.network, Ownership(self._owned_by, prefill_request_of)
+            self.timeline, self.network, Ownership(self._owned_by, holder_request_of)
         )
         clocks = {fault.place: fault for fault in plan.faults if isinstance(fault, Clock)}
         self.instances: dict[str, Instance] = {}
