@@ -340,12 +340,14 @@ class Pair:
 
     # What an engine does.
 
-    def hold(self, request_id: str, transfer_id: str | None = None) -> None:
+    def hold(
+        self, request_id: str, transfer_id: str | None = None, *, rebindable: bool = False
+    ) -> None:
         """P accepts a prompt."""
         key = TransferKey(TransferId(transfer_id), 0) if transfer_id else None
         hold_id = hold_id_of(self.prefill.incarnation, next(self._names))
         self.note_hold_id(request_id, hold_id)
-        self.engine(self.prefill, HoldBegun(RequestId(request_id), hold_id, key))
+        self.engine(self.prefill, HoldBegun(RequestId(request_id), hold_id, key, rebindable))
 
     def advance_prefill(
         self,
@@ -428,6 +430,7 @@ class Pair:
         holder_request_id: str | None = None,
         *,
         reads: bool = False,
+        binding: int | None = None,
     ) -> None:
         """D accepts a request that P writes or, with `reads`, tells D to read."""
         intent = PushIntent(
@@ -435,14 +438,23 @@ class Pair:
             RequestId(holder_request_id) if holder_request_id else None,
             TransferId(transfer_id) if transfer_id else None,
             reads=reads,
+            binding=binding,
         )
         self.engine(self.decode, WantBegun(RequestId(request_id), intent))
 
-    def want_pull(self, request_id: str, holder_request_id: str, blocks: BlockGroups) -> None:
+    def want_pull(
+        self,
+        request_id: str,
+        holder_request_id: str,
+        blocks: BlockGroups,
+        binding: int | None = None,
+    ) -> None:
         """D accepts a request that it READs; the params come from P's answer."""
-        self.want(request_id, self.pull_intent(holder_request_id, blocks))
+        self.want(request_id, self.pull_intent(holder_request_id, blocks, binding))
 
-    def pull_intent(self, holder_request_id: str, blocks: BlockGroups) -> PullIntent:
+    def pull_intent(
+        self, holder_request_id: str, blocks: BlockGroups, binding: int | None = None
+    ) -> PullIntent:
         """What P's answer for a prompt asks of D."""
         hold_id = self._hold_ids[holder_request_id]
         return PullIntent(
@@ -454,6 +466,7 @@ class Pair:
             Incarnation(hold_id.split(":")[0]),
             None,
             continuation=self._continuations.get(holder_request_id),
+            binding=binding,
         )
 
     def want(self, request_id: str, intent: PullIntent | PushIntent) -> None:

@@ -23,9 +23,11 @@ class TransferMode(enum.StrEnum):
 
 
 class Binding(enum.StrEnum):
-    """When D learns of a prompt and reserves blocks: early, while P computes, or late, after."""
+    """When D learns of a prompt and reserves blocks: early, at once with P; near, when P has nearly
+    computed it; or late, when it has."""
 
     EARLY = "early"
+    NEAR = "near"
     LATE = "late"
 
 

@@ -68,6 +68,7 @@ class PairMachine(RuleBasedStateMachine):
         self.reserved = set()
         self.wanted = {}
         self.aborted = set()
+        self.bindings = {}
 
     def name(self, letter):
         self.count += 1
@@ -77,14 +78,28 @@ class PairMachine(RuleBasedStateMachine):
         side = self.pair.prefill if request_id[0] == "p" else self.pair.decode
         return self.life[request_id] == side.life
 
-    @rule(target=holds, num_tokens=st.integers(1, 60), mode=st.sampled_from(["push", "pull"]))
-    def hold(self, num_tokens, mode):
+    @rule(
+        target=holds,
+        num_tokens=st.integers(1, 60),
+        mode=st.sampled_from(["push", "pull"]),
+        rebindable=st.booleans(),
+    )
+    def hold(self, num_tokens, mode, rebindable=False):
         request_id = self.name("p")
         transfer_id = f"t-{request_id}" if mode == "push" else None
         self.tokens[request_id] = num_tokens
         self.life[request_id] = self.pair.prefill.life
-        self.pair.hold(request_id, transfer_id)
+        if rebindable:
+            self.bindings[request_id] = 0
+        self.pair.hold(request_id, transfer_id, rebindable=rebindable)
         return request_id, mode
+
+    def next_binding(self, hold):
+        """The router's count, where the hold outlives its wanter."""
+        binding = self.bindings.get(hold)
+        if binding is not None:
+            self.bindings[hold] += 1
+        return binding
 
     @rule(target=wants, hold=holds, reads=st.booleans())
     def want_push(self, hold, reads):
@@ -93,18 +108,34 @@ class PairMachine(RuleBasedStateMachine):
         request_id = self.name("d")
         self.life[request_id] = self.pair.decode.life
         self.tokens[request_id] = self.tokens[hold[0]]
-        self.pair.want_push(request_id, f"t-{hold[0]}", reads=reads)
+        binding = self.next_binding(hold[0])
+        self.pair.want_push(request_id, f"t-{hold[0]}", reads=reads, binding=binding)
         return request_id, hold[0]
+
+    @rule(target=wants, hold=holds, part=st.floats(0, 1), reads=st.booleans(), told=st.booleans())
+    def rebind(self, hold, part, reads, told):
+        """The router cancels one wanter in mid-push and sends another for the same prompt."""
+        if hold[0] not in self.bindings or hold[1] != "push":
+            return None
+        first = self.want_push(hold, reads)
+        if self.pair.reserve(first[0], f"prompt-{hold[0]}", 0, self.tokens[hold[0]]):
+            self.reserved.add(first[0])
+        if told:
+            self.pair.deliver_all()
+        self.advance_prefill(hold, part, None)
+        self.abort_request(first[0])
+        return self.want_push(hold, False)
 
     @rule(
         target=holds,
         num_tokens=st.integers(17, 60),
         cached=st.booleans(),
         reads=st.sampled_from([False, False, True]),
+        rebindable=st.booleans(),
     )
-    def register_early(self, num_tokens, cached, reads):
+    def register_early(self, num_tokens, cached, reads, rebindable):
         """A push as it should be: P knows where to write before it has computed anything."""
-        hold = self.hold(num_tokens, "push")
+        hold = self.hold(num_tokens, "push", rebindable)
         want = self.want_push(hold, reads)
         self.reserve(want, 0.5 if cached else 0.0)
         self.pair.deliver_all()
@@ -149,7 +180,7 @@ class PairMachine(RuleBasedStateMachine):
         request_id = self.name("d")
         self.life[request_id] = self.pair.decode.life
         self.tokens[request_id] = self.tokens[prompt[0]]
-        self.pair.want_pull(request_id, prompt[0], prompt[2])
+        self.pair.want_pull(request_id, prompt[0], prompt[2], self.next_binding(prompt[0]))
         return request_id, prompt[0]
 
     @rule(want=consumes(wants), cached=st.floats(0, 1))

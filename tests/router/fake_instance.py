@@ -172,6 +172,8 @@ class FakeInstance:
         self.tells = True
         self.healthy = True
         self.draining = False
+        self.progress: tuple[int, int] | None = None
+        self.questions: list[str] = []
         self.load: tuple[int, float] | None = None
         self.models = ["tiny"]
         self.script: Script = self.serve
@@ -231,8 +233,8 @@ class FakeInstance:
         }
 
     async def serve(self, leg: Received, connection: Connection) -> None:
-        """What a well-behaved instance does on either leg."""
-        if leg.params["do_remote_decode"]:
+        """What a well-behaved instance does on either leg, or alone."""
+        if leg.body.get("kv_transfer_params") and leg.params["do_remote_decode"]:
             answer = {"choices": [{"text": "a"}], "kv_transfer_params": self.handoff(leg)}
             await connection.answer(json.dumps(answer).encode())
         elif leg.body.get("stream"):
@@ -265,6 +267,13 @@ class FakeInstance:
         if scope["method"] == "DELETE":
             self.let_go.put_nowait(scope["path"].removeprefix("/kvcourier/transfers/"))
             await Connection(receive, send, Received(scope["path"], [], {})).answer(b"", 204)
+            return
+        if scope["path"].startswith("/kvcourier/transfers/"):
+            self.questions.append(scope["path"].removeprefix("/kvcourier/transfers/"))
+            done, all_ = self.progress or (0, 0)
+            page = {"num_tokens": done, "num_prompt_tokens": all_}
+            connection = Connection(receive, send, Received(scope["path"], [], {}))
+            await connection.answer(json.dumps(page).encode(), 200 if self.progress else 404)
             return
         if scope["path"] == "/metrics":
             connection = Connection(receive, send, Received(scope["path"], [], {}))

@@ -13,6 +13,7 @@ from kvcourier.ids import RequestId
 from kvcourier.router.attempt import Attempt, ClientCall
 from kvcourier.router.config import Timeouts
 from kvcourier.router.events import Answer, CallOutcome, ClientLeft, LegName, PrefillAnswered
+from kvcourier.router.pace import Pace
 from kvcourier.runtime.diary import Diary
 
 pytestmark = pytest.mark.anyio
@@ -44,7 +45,7 @@ def instance(name: str) -> SimpleNamespace:
         spec=spec,
         coordinates=None,
         info=None,
-        work=SimpleNamespace(num_kept=0),
+        work=SimpleNamespace(num_kept=0, backlog=0, pace=Pace()),
         begin=lambda prompt: 0,
         end=lambda missing: None,
         judge=lambda is_well: None,
@@ -66,7 +67,7 @@ async def test_a_leg_that_is_cancelled_before_it_begins_leaves_nothing_behind():
         return run()
 
     services = SimpleNamespace(
-        config=SimpleNamespace(timeouts=Timeouts()),
+        config=SimpleNamespace(timeouts=Timeouts(), rebinds=0),
         sides={LegName.DECODE: SimpleNamespace(pick=lambda *args: instance("d"))},
         upstream=SimpleNamespace(
             prefill=lambda *args: never("prefill"), decode=lambda *args: never("decode")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcourier.config import TransferMode
+from kvcourier.config import Binding, TransferMode
 from kvcourier.ids import EngineId, RequestId, TransferId
 from kvcourier.router.config import Coordinates
 from kvcourier.router.dispatch import Dispatch, Phase
@@ -17,12 +17,14 @@ from kvcourier.router.events import (
     STATUS_OF,
     Action,
     Answer,
+    AwaitNear,
     BreakStream,
     CallOutcome,
     Cancel,
     ClientLeft,
     DecodeAnswered,
     DecodeEnded,
+    DecodeStalled,
     DecodeStreaming,
     EndStream,
     Event,
@@ -32,6 +34,7 @@ from kvcourier.router.events import (
     LegName,
     Note,
     PrefillAnswered,
+    PrefillNear,
     Relay,
     Reply,
     ReplyError,
@@ -39,9 +42,10 @@ from kvcourier.router.events import (
     StartPrefill,
     StreamEnding,
     TimeUp,
+    WatchDecode,
     verdict,
 )
-from kvcourier.router.legs import HANDOFF_KEYS, Call
+from kvcourier.router.legs import HANDOFF_KEYS, Call, prefill_params
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 WHERE = Coordinates(EngineId("p"), "host", 5600, 2, 1)
@@ -55,8 +59,10 @@ HANDOFF: dict[str, Any] = {
 }
 
 
-def call(mode: TransferMode, modes_known: bool = False) -> Call:
-    return Call(mode, TransferId("t"), RequestId("r"), {}, (), WHERE, modes_known=modes_known)
+def call(mode: TransferMode, modes_known: bool = False, **options: Any) -> Call:
+    return Call(
+        mode, TransferId("t"), RequestId("r"), {}, (), WHERE, modes_known=modes_known, **options
+    )
 
 
 def handed(**changes: Any) -> PrefillAnswered:
@@ -73,9 +79,9 @@ LOST_D = LegLost(LegName.DECODE, FailureKind.DROPPED, "died")
 WHOLE = DecodeAnswered(Answer(200, "application/json", b"{}"))
 
 
-def run(mode: TransferMode, *events: Event) -> list[Action]:
+def run(mode: TransferMode, *events: Event, **options: Any) -> list[Action]:
     """Actions of the last event."""
-    dispatch = Dispatch(call(mode))
+    dispatch = Dispatch(call(mode, **options))
     actions = dispatch.start()
     for event in events:
         actions = dispatch.handle(event)
@@ -222,8 +228,116 @@ def test_only_connections_can_be_retried() -> None:
     assert set(FailureKind) > RETRYABLE
 
 
+# Bound near, bound anew, and without P.
+
+NEAR = {"binding": Binding.NEAR}
+
+
+@pytest.mark.parametrize("mode", TransferMode)
+def test_near_waits_for_word_of_p(mode: TransferMode) -> None:
+    assert run(mode, **NEAR) == [StartPrefill(), AwaitNear()]
+    (start,) = run(mode, PrefillNear(), **NEAR)
+    assert isinstance(start, StartDecode)
+    assert start.params["remote_engine_id"] == "p" and "remote_block_ids" not in start.params
+    assert start.params.get("transfer_mode") == ("pull" if mode is PULL else None)
+    # P was quicker than expected: D gets what P says, once.
+    (start,) = run(mode, handed(), **NEAR)
+    assert isinstance(start, StartDecode) and start.params["remote_request_id"] == "r"
+    assert run(mode, handed(), PrefillNear(), **NEAR) == []
+    # D was told early, so P's answer must name the same place.
+    stale = run(mode, PrefillNear(), handed(remote_engine_id="q"), **NEAR)
+    assert any(isinstance(action, ReplyError) for action in stale)
+
+
+DEAD_D = [
+    LOST_D,
+    LegLost(LegName.DECODE, FailureKind.CONNECT, "refused"),
+    LegLost(LegName.DECODE, FailureKind.INCOMPLETE, "empty"),
+    DecodeAnswered(refused(503)),
+    DecodeAnswered(refused(429)),
+]
+
+
+@pytest.mark.parametrize("event", DEAD_D, ids=str)
+@pytest.mark.parametrize("binding", Binding)
+@pytest.mark.parametrize("mode", TransferMode)
+def test_another_d_gets_the_same_prompt(mode: TransferMode, binding: Binding, event: Event) -> None:
+    options = {"binding": binding, "max_rebinds": 1}
+    dispatch = Dispatch(call(mode, **options))
+    began = dispatch.start()
+    if binding is Binding.NEAR:
+        began = dispatch.handle(PrefillNear())
+    if binding is Binding.LATE:
+        began = dispatch.handle(handed())
+    first = next(action for action in began if isinstance(action, StartDecode))
+    assert first.params["binding"] == 0
+    cancel, note, second, *watch = dispatch.handle(event)
+    assert cancel == Cancel(LegName.DECODE)
+    assert isinstance(note, Note) and note.rebound
+    assert second == StartDecode(first.params | {"binding": 1})
+    # It is watched from when it has all it needs; the second is the last.
+    assert watch == []
+    ending = dispatch.handle(event)
+    assert outcome(ending) in (CallOutcome.FAILED, CallOutcome.UPSTREAM_ERROR)
+    assert dispatch.phase is Phase.ENDED
+
+
+def test_what_another_d_would_refuse_as_well_ends_the_call() -> None:
+    for event in (DecodeAnswered(refused(400)), DecodeAnswered(refused(500))):
+        assert outcome(run(PUSH, event, max_rebinds=9)) is CallOutcome.UPSTREAM_ERROR
+    timeout = LegLost(LegName.DECODE, FailureKind.TIMEOUT, "late")
+    assert outcome(run(PUSH, timeout, max_rebinds=9)) is CallOutcome.FAILED
+
+
+def test_when_no_other_d_is_left_the_client_reads_why_the_last_one_failed() -> None:
+    nobody = LegLost(LegName.DECODE, FailureKind.NO_INSTANCE, "is left")
+    for event, kind in ((LOST_D, FailureKind.DROPPED), (DecodeAnswered(refused(503)), None)):
+        actions = run(PUSH, event, nobody, max_rebinds=3)
+        error = next(action for action in actions if isinstance(action, ReplyError))
+        assert error.leg is LegName.DECODE
+        assert error.kind is (kind or FailureKind.STATUS)
+        assert (error.answer is None) == (kind is not None)
+        assert not any(isinstance(action, Note) for action in actions), "it is noted already"
+
+
+def test_kv_that_p_has_no_more_is_not_asked_for_again() -> None:
+    """The first D had received it, and died then; P computes it anew in another dispatch."""
+    no_kv = DecodeAnswered(Answer(503, "x", b'{"error": {"code": "kv_transfer_failed"}}'))
+    assert any(isinstance(action, StartDecode) for action in run(PUSH, no_kv, max_rebinds=3))
+    actions = run(PUSH, LOST_D, no_kv, max_rebinds=3)
+    (error,) = [action for action in actions if isinstance(action, ReplyError)]
+    assert error.kind is FailureKind.NO_KV and error.retryable
+
+
+def test_a_d_that_stalls_is_left_for_another_once_p_has_answered() -> None:
+    options = {"max_rebinds": 1}
+    assert run(PUSH, handed(), **options) == [WatchDecode()]
+    assert run(PUSH, DecodeStalled(), **options) == [], "P may be the slow one"
+    actions = run(PUSH, handed(), DecodeStalled(), **options)
+    assert actions[0] == Cancel(LegName.DECODE)
+    assert any(isinstance(action, StartDecode) for action in actions)
+    assert run(PULL, handed(), DecodeStreaming(), DecodeStalled(), **options) == []
+    assert run(PUSH, handed()) == [], "nobody is watched who cannot be followed"
+
+
+def test_p_is_told_that_the_prompt_may_be_bound_anew() -> None:
+    assert prefill_params(call(PUSH, max_rebinds=1))["rebindable"] is True
+    assert "rebindable" not in prefill_params(call(PUSH))
+    (_, start) = run(PUSH)
+    assert "binding" not in start.params  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("mode", TransferMode)
+def test_alone_d_gets_the_clients_body_and_may_be_followed(mode: TransferMode) -> None:
+    assert run(mode, is_alone=True) == [StartDecode({})]
+    assert run(mode, WHOLE, is_alone=True) == [Reply(WHOLE.answer), Finish(CallOutcome.OK)]
+    actions = run(mode, LOST_D, is_alone=True, max_rebinds=1)
+    assert StartDecode({}) in actions
+
+
 # Properties, over any order of events that two legs, a client and a clock can produce.
 
+NOBODY = LegLost(LegName.DECODE, FailureKind.NO_INSTANCE, "is left")
 PREFILL_RESULTS = st.sampled_from(
     [
         handed(),
@@ -251,13 +365,20 @@ DECODE_RESULTS: st.SearchStrategy[list[Event]] = st.sampled_from(
 )
 
 
-@settings(derandomize=True, deadline=None)
-@given(st.data(), st.sampled_from(TransferMode))
+@settings(derandomize=True, deadline=None, max_examples=400)
+@given(
+    st.data(),
+    st.sampled_from(TransferMode),
+    st.sampled_from(Binding),
+    st.integers(0, 2),
+    st.sampled_from([False, False, True]),
+)
 def test_any_order_ends_in_one_answer_and_leaves_no_leg(
-    data: st.DataObject, mode: TransferMode
+    data: st.DataObject, mode: TransferMode, binding: Binding, rebinds: int, alone: bool
 ) -> None:
     """A driver in small: legs post their events only while they run."""
-    dispatch = Dispatch(call(mode))
+    dispatch = Dispatch(call(mode, binding=binding, max_rebinds=rebinds, is_alone=alone))
+    num_instances = data.draw(st.integers(1, 3))
     waiting: dict[str, list[Event]] = {}
     log: list[Action] = []
 
@@ -266,8 +387,14 @@ def test_any_order_ends_in_one_answer_and_leaves_no_leg(
             log.append(action)
             if isinstance(action, StartPrefill):
                 waiting["prefill"] = [data.draw(PREFILL_RESULTS)]
+            elif isinstance(action, AwaitNear):
+                waiting["near"] = [PrefillNear()]
+            elif isinstance(action, WatchDecode):
+                waiting["stall"] = [DecodeStalled()]
             elif isinstance(action, StartDecode):
-                waiting["decode"] = list(data.draw(DECODE_RESULTS))
+                assert not waiting.get("decode"), "two legs to D at a time"
+                is_left = sum(isinstance(each, StartDecode) for each in log) <= num_instances
+                waiting["decode"] = list(data.draw(DECODE_RESULTS)) if is_left else [NOBODY]
             elif isinstance(action, Cancel):
                 waiting.pop(action.leg, None)
 
@@ -294,8 +421,10 @@ def test_any_order_ends_in_one_answer_and_leaves_no_leg(
     # Nothing but a note follows the end.
     after = log[kinds.index(Finish) + 1 :]
     assert all(isinstance(action, Note) for action in after)
-    assert kinds.count(StartPrefill) == 1
-    assert kinds.count(StartDecode) <= 1
+    assert kinds.count(StartPrefill) == (not alone)
+    assert kinds.count(StartDecode) <= 1 + rebinds
+    numbers = [action.params.get("binding") for action in log if isinstance(action, StartDecode)]
+    assert numbers == ([None] * len(numbers) if alone or not rebinds else [*range(len(numbers))])
     # Whoever failed, the client is told so, unless D had already streamed or answered well.
     if outcome(log) is CallOutcome.OK:
         assert ends == 1 or Reply(WHOLE.answer) in log

@@ -214,7 +214,7 @@ def test_a_binding_is_read_or_follows_from_the_mode() -> None:
     assert binding_of({}, push, None) is Binding.EARLY
     assert binding_of({}, push, Binding.LATE) is Binding.LATE
     assert binding_of({"x-kv-binding": " Early "}, pull, Binding.LATE) is Binding.EARLY
-    with pytest.raises(CallRefused, match="early, late"):
+    with pytest.raises(CallRefused, match="early, near, late"):
         binding_of({"x-kv-binding": "soon"}, pull, None)
 
 

@@ -51,8 +51,9 @@ def route(
     binding: Annotated[
         Binding | None,
         typer.Option(
-            help="When the decode instance is asked where a request has no X-KV-Binding header: at "
-            "once with the prefill instance, or after it. Default: late for pull, early for push."
+            help="When the decode instance is chosen and asked where a request has no X-KV-Binding "
+            "header: at once with the prefill instance, when that is nearly done, or after it. "
+            "Default: late for pull, early for push."
         ),
     ] = None,
     policy: Annotated[
@@ -64,6 +65,24 @@ def route(
     decode_policy: Annotated[
         str | None, typer.Option(help="The same for decode instances alone.")
     ] = None,
+    skip_below: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="TOKENS",
+            help="A prompt of which the decode instance lacks fewer tokens goes there alone; 0: "
+            "never. Text counts four bytes a token.",
+        ),
+    ] = 0,
+    rebinds: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=16,
+            help="How often another decode instance gets a prompt that is computed, or being "
+            "computed, when one fails before its first byte or stalls.",
+        ),
+    ] = 0,
     retries: Annotated[
         int,
         typer.Option(
@@ -97,6 +116,20 @@ def route(
     first_byte_timeout: Annotated[
         float, typer.Option(help="Seconds until the decode instance's first byte.")
     ] = _TIMEOUTS.first_byte_s,
+    near_lead: Annotated[
+        float,
+        typer.Option(
+            help="Seconds before the end of a prefill at which the decode instance is bound, where "
+            "it is bound near."
+        ),
+    ] = _TIMEOUTS.near_lead_s,
+    stall_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds after a prefill until a decode instance that has not begun is given up "
+            "for one that is less busy, where --rebinds allows it."
+        ),
+    ] = _TIMEOUTS.stall_s,
     total_timeout: Annotated[
         float, typer.Option(help="Seconds for a whole answer.")
     ] = _TIMEOUTS.total_s,
@@ -174,6 +207,8 @@ def route(
         policy=policy,
         prefill_policy=prefill_policy,
         decode_policy=decode_policy,
+        skip_below=skip_below,
+        rebinds=rebinds,
         retries=retries,
         breaker=BreakerSettings(
             failures=breaker_failures,
@@ -186,6 +221,8 @@ def route(
             connect_s=connect_timeout,
             prefill_s=prefill_timeout,
             first_byte_s=first_byte_timeout,
+            near_lead_s=near_lead,
+            stall_s=stall_timeout,
             total_s=total_timeout,
             load_s=load_interval,
         ),

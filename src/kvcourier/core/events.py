@@ -50,12 +50,14 @@ def groups_of(block_ids: Sequence[Sequence[int]]) -> BlockGroups:
 class HoldBegun:
     """P accepted a prompt that somebody wants; its KV does not exist yet.
 
-    `hold_id` is new for every hold of every life.
+    `hold_id` is new for every hold of every life. `rebindable`: it is kept for another wanter if
+    the first gives up or is lost.
     """
 
     request_id: RequestId
     hold_id: HoldId
     key: TransferKey | None
+    rebindable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvcourier.config import TransferMode
+from kvcourier.core.bindings import binding_of
 from kvcourier.core.commands import Abandon
 from kvcourier.core.deliveries import Deliveries
 from kvcourier.core.events import (
@@ -27,7 +28,9 @@ from kvcourier.core.holds import (
     EndedHolds,
     Hold,
     Registration,
+    Wanter,
     claim_of,
+    wanter_of,
 )
 from kvcourier.core.leases import LeaseTable
 from kvcourier.core.lifecycle import HOLD, DeliveryState, HoldEvent, HoldState, step
@@ -116,7 +119,7 @@ class Holder:
             LocalProtocolError: the request or its transfer key is held already.
         """
         self._rendezvous.open(event.request_id, event.key)
-        hold = Hold(event.request_id, event.hold_id, event.key)
+        hold = Hold(event.request_id, event.hold_id, event.key, event.rebindable)
         self._holds[event.request_id] = hold
         if event.key is not None:
             self._space.stories.alias(event.key.transfer_id, event.request_id)
@@ -313,6 +316,8 @@ class Holder:
                 if hold is not None and hold.state is HoldState.HELD:
                     # Until it has been checked over there.
                     self._leases.renew(hold.request_id, self._space.now, self._lease_s)
+            elif hold is not None and wanter_of(peer, request_id) in hold.parted:
+                unknown.append(item.request_id)
             elif hold is not None and self._is_elsewhere(hold, item):
                 self._space.counts[Counted.REFERENCES_REFUSED] += 1
                 self._space.note(hold.request_id, "reference_refused", by=str(peer))
@@ -375,7 +380,13 @@ class Holder:
         """That life is over, and nobody else may have what was promised to it."""
         self.on_peer_failed(address, reason)
         for hold in self.holds:
-            if hold.is_for(address.engine_id, incarnation):
+            if not hold.is_for(address.engine_id, incarnation):
+                continue
+            if hold.may_be_unbound():
+                if hold.bound is not None:
+                    self._unbind(hold, hold.bound, reason)
+                self._stop_awaiting(hold, address)
+            else:
                 hold.forsaken = hold.forsaken or reason
                 self._settle(hold)
 
@@ -465,10 +476,12 @@ class Holder:
     def _attach(self, hold: Hold, registration: Registration) -> None:
         """A registration meets its hold."""
         message = registration.message
+        self._supersede(hold, registration)
         if not hold.bind(registration.peer, registration.request_id, message.consumers):
             self._space.leave_peer(registration.address, registration.request_id)
             self._deliveries.refuse(registration, "this prompt's KV is promised to another request")
             return
+        hold.binding = binding_of(message.epoch)
         delivery = Delivery(hold, registration, epoch=message.epoch)
         hold.deliveries[registration.key] = delivery
         self._by_delivery[registration.key] = delivery
@@ -486,6 +499,22 @@ class Holder:
         else:
             self._space.watch(registration.address)
             self._deliveries.advance(delivery)
+
+    def _supersede(self, hold: Hold, registration: Registration) -> None:
+        """The router has bound the prompt to another wanter: the one before gets it no more.
+
+        It may not have heard of that yet, and its good-bye may come after this, or never.
+        """
+        former, binding = hold.bound, binding_of(registration.message.epoch)
+        if former in (None, registration.wanter) or binding <= hold.binding:
+            return
+        if not hold.may_be_unbound():
+            return
+        reason = "the router has bound this prompt to another request"
+        for delivery in hold.deliveries.values():
+            if delivery.registration.wanter == former:
+                self._deliveries.end_with_hold(delivery, reason)
+        self._unbind(hold, former, reason)
 
     def _serve_again(self, failed: Delivery, registration: Registration) -> None:
         """What has failed is asked for once more."""
@@ -644,12 +673,31 @@ class Holder:
     def _serve(self, hold: Hold, message: Cancel | Collected, how: str) -> None:
         """One of the wanter's ranks needs nothing more from us."""
         peer = message.sender.peer()
-        if not hold.bind(peer, RequestId(message.request_id), message.consumers):
+        wanter = wanter_of(peer, RequestId(message.request_id))
+        if how == CANCELLED and hold.may_be_unbound():
+            self._unbind(hold, wanter, "it gave up")
+            return
+        if not hold.bind(peer, wanter[2], message.consumers):
             self._space.counts[Counted.STALE_REFUSED] += 1
             return
         hold.served.setdefault(peer.rank, how)
         self._space.note(hold.request_id, how, by=str(peer))
         self._settle(hold)
+
+    def _unbind(self, hold: Hold, wanter: Wanter, reason: str) -> None:
+        """A request gets this KV no more; it is kept for another, at most for its lease."""
+        if wanter not in hold.parted:
+            self._space.note(hold.request_id, "unbound", by=wanter[2], reason=reason)
+        hold.unbind(wanter)
+        for delivery in hold.deliveries.values():
+            if delivery.registration.wanter == wanter:
+                self._deliveries.end(delivery)
+
+    def _stop_awaiting(self, hold: Hold, address: InstanceAddress) -> None:
+        """Who listens there has gone, and is not waited for."""
+        for peer in [each for each, at in hold.awaited_by.items() if at == address]:
+            del hold.awaited_by[peer]
+        self._space.leave_peer(address, hold.request_id)
 
     def _settle(self, hold: Hold) -> None:
         """End a finished hold when every rank that needs it is served, or has gone."""

@@ -13,6 +13,7 @@ from kvcourier.core.events import BlockGroups
 from kvcourier.core.lifecycle import DELIVERY, DeliveryEvent, DeliveryState, HoldState, step
 from kvcourier.core.messages import HoldName, Register
 from kvcourier.core.outgoing import Outgoing
+from kvcourier.core.params import MAX_BINDING
 from kvcourier.core.references import block_digest
 from kvcourier.core.rendezvous import Claim
 from kvcourier.core.workspace import Owner
@@ -55,6 +56,11 @@ class Registration:
     def key(self) -> DeliveryKey:
         """What it is known by."""
         return self.peer, self.request_id
+
+    @property
+    def wanter(self) -> Wanter:
+        """The request that it is a part of."""
+        return wanter_of(self.peer, self.request_id)
 
     @property
     def address(self) -> InstanceAddress:
@@ -105,6 +111,8 @@ class Delivery:
         checked = self.state is DeliveryState.WRITTEN and self.registration.message.checks
         is_served = self.registration.peer.rank in self.hold.served
         taken_back = self.state is DeliveryState.CANCELLED and not is_served
+        if self.registration.wanter in self.hold.parted:
+            return False
         return checked or taken_back or self.state is DeliveryState.FAILED
 
     def advance(self, event: DeliveryEvent) -> None:
@@ -125,7 +133,10 @@ class Hold:
         lent: `block_ids` are kept for us; the engine is owed RELEASED.
         continuation: what our engine gave for the wanter's when prefill finished.
         written: positions written of single layers, where these are ahead of `written_of_all`.
+        rebindable: if that one gives up or is lost, another request may have it.
         bound: the one request that may have it.
+        binding: which of the router's bindings that is; later ones take it over.
+        parted: requests that have given up or lost it, and get it no more.
         needed: ranks of its instance that take something from ours.
         served: those of them that have it or want it no more, each with how.
         awaited_by: ranks that have asked to keep it, in one life each, and where they listen.
@@ -137,6 +148,7 @@ class Hold:
     request_id: RequestId
     hold_id: HoldId
     key: TransferKey | None
+    rebindable: bool = False
     state: HoldState = HoldState.COMPUTING
     block_ids: BlockGroups = ()
     num_tokens: int = 0
@@ -149,6 +161,8 @@ class Hold:
     written: dict[int, int] = field(default_factory=dict)
     deliveries: dict[DeliveryKey, Delivery] = field(default_factory=dict)
     bound: Wanter | None = None
+    binding: int = 0
+    parted: set[Wanter] = field(default_factory=set)
     needed: set[Rank] = field(default_factory=set)
     served: dict[Rank, str] = field(default_factory=dict)
     askers: dict[PeerRank, RequestId] = field(default_factory=dict)
@@ -161,11 +175,23 @@ class Hold:
         """Let this request of the peer have it; False if another one does, or it makes no sense."""
         wanter = wanter_of(peer, request_id)
         ranks = {Rank(*pair) for pair in consumers}
-        if self.bound not in (None, wanter) or peer.rank not in ranks:
+        if self.bound not in (None, wanter) or peer.rank not in ranks or wanter in self.parted:
             return False
         self.bound = wanter
         self.needed |= ranks
         return True
+
+    def unbind(self, wanter: Wanter) -> None:
+        """This request gets it no more; whoever comes next may."""
+        self.parted.add(wanter)
+        if self.bound == wanter:
+            self.bound = None
+            self.needed.clear()
+            self.served.clear()
+
+    def may_be_unbound(self) -> bool:
+        """Whether it outlives its wanter; not for ever, as each one is remembered."""
+        return self.rebindable and len(self.parted) <= MAX_BINDING
 
     def is_for(self, engine_id: EngineId, incarnation: Incarnation) -> bool:
         """Whether nobody but this life may have it, or has asked for it."""
@@ -212,7 +238,10 @@ class Hold:
     def is_asked_for(self) -> bool:
         """Whether a registration waits for it, or has got it, that was not taken back for now."""
         taken_back = (DeliveryState.CANCELLED, DeliveryState.QUARANTINED)
-        return any(each.state not in taken_back for each in self.deliveries.values())
+        return any(
+            each.state not in taken_back and each.registration.wanter not in self.parted
+            for each in self.deliveries.values()
+        )
 
     @property
     def all_served(self) -> bool:

@@ -25,6 +25,9 @@ from kvcourier.ids import (
     TransferKey,
 )
 
+MAX_BINDING = 255
+"""How often a router may bind a prompt anew."""
+
 
 @dataclass(frozen=True, slots=True)
 class HolderAddress:
@@ -45,6 +48,7 @@ class PullIntent:
         is_written: the holder WRITEs it instead, in push mode.
         keeps: the engine keeps the KV of prompt and answer for the conversation's next turn, if it
             does that at all.
+        binding: how many others the router has sent for it before us; None: there will be no other.
     """
 
     holder: HolderAddress
@@ -58,14 +62,15 @@ class PullIntent:
     continuation: str | None = None
     is_written: bool = False
     keeps: bool = True
+    binding: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PushIntent:
     """Register with a holder that may be computing still (`do_remote_prefill`, no block ids).
 
-    It WRITEs this prompt's KV to us or, where `reads`, says when and what we may READ. `keeps` as
-    in `PullIntent`.
+    It WRITEs this prompt's KV to us or, where `reads`, says when and what we may READ. `keeps` and
+    `binding` as in `PullIntent`.
     """
 
     holder: HolderAddress
@@ -74,6 +79,7 @@ class PushIntent:
     part: int = 0
     reads: bool = False
     keeps: bool = True
+    binding: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +105,14 @@ class HoldIntent:
     """Compute this prompt and keep its KV for somebody (`do_remote_decode`).
 
     `transfer_id` is None where the router mints none; then only the request id can match. Of the
-    prompt's beginning the KV may be had elsewhere, as `history`.
+    prompt's beginning the KV may be had elsewhere, as `history`. `rebindable`: if the one that was
+    to have it gives up or is lost, another may still come.
     """
 
     transfer_id: TransferId | None
     part: int = 0
     history: History | None = None
+    rebindable: bool = False
 
     @property
     def key(self) -> TransferKey | None:
@@ -146,7 +154,8 @@ def parse_params(params: object, limits: Limits) -> Intent | None:
     part = fields.number("part", 0, limits.max_parts - 1, default=0)
     if decode_elsewhere:
         history = _history(fields) if params.get("remote_block_ids") else None
-        return HoldIntent(_as_transfer_id(transfer_id), part, history)
+        rebindable = fields.flag("rebindable")
+        return HoldIntent(_as_transfer_id(transfer_id), part, history, rebindable)
     if params.get("remote_block_ids") is None:
         holder = fields.holder()
         request_id = fields.optional_text("remote_request_id")
@@ -161,6 +170,7 @@ def parse_params(params: object, limits: Limits) -> Intent | None:
             part,
             fields.mode("transfer_mode") is TransferMode.PULL,
             fields.flag("keep_history", default=True),
+            fields.optional_number("binding", 0, MAX_BINDING),
         )
     return _pull(fields, _as_transfer_id(transfer_id), part)
 
@@ -179,6 +189,7 @@ def _pull(fields: "_Fields", transfer_id: TransferId | None, part: int) -> PullI
         part=part,
         continuation=fields.optional_text("remote_continuation"),
         keeps=fields.flag("keep_history", default=True),
+        binding=fields.optional_number("binding", 0, MAX_BINDING),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvcourier.config import Integrity, TransferMode
 from kvcourier.core.asks import Asks
+from kvcourier.core.bindings import first_epoch
 from kvcourier.core.checks import Checks
 from kvcourier.core.commands import Abandon, PostRead
 from kvcourier.core.coverage import Coverage
@@ -166,6 +167,7 @@ class Wanter:
         want = self._wants.get(request_id)
         if want is None:
             return False
+        want.gave_up = True
         if want.state is WantState.QUEUED:
             self._part(want)
         elif want.state not in (WantState.PARTING, WantState.QUARANTINED):
@@ -504,7 +506,14 @@ class Wanter:
     def _on_connected(self, want: Want, peer: Peer) -> None:
         if not want.links:
             want.links = {
-                rank: Link(peer.rank(rank), peer.routes_to_us.get(rank, ()), consumers, want.offer)
+                rank: Link(
+                    peer.rank(rank),
+                    peer.routes_to_us.get(rank, ()),
+                    consumers,
+                    want.offer,
+                    epoch=first_epoch(want.intent.binding),
+                    asked_epoch=first_epoch(want.intent.binding),
+                )
                 for rank, consumers in peer.consumers.items()
                 if self._space.me.rank in consumers
             }
@@ -642,6 +651,7 @@ class Wanter:
         self, want: Want, outcome: Outcome | None, reason: str, cause: Cause | None = None
     ) -> None:
         """The KV will not come, or is not wanted; None where the engine needs no outcome."""
+        want.gave_up = True
         if outcome is not None:
             self._space.tell(Side.WANT, want.request_id, outcome, reason, cause=cause)
         if want.may_be_served or not want.reads:
@@ -733,7 +743,10 @@ class Wanter:
     # Answers.
 
     def _let_go(self, want: Want, *, read: bool) -> None:
-        """Free the holder ranks that do not know by themselves that we need nothing more."""
+        """Free the holder ranks that do not know by themselves that we need nothing more.
+
+        Where another may follow us, they must know whether we have it or have given up.
+        """
         for link in want.links.values():
             if link.refused:
                 # It may be somebody else's, and not ours to end.
@@ -741,7 +754,10 @@ class Wanter:
             reads = want.reads and not want.may_be_served
             checked = read and want.state is WantState.CHECKING
             if reads or checked or not link.routes or want.state is WantState.PARTING:
-                self._asks.let_go(want, link, read=read)
+                if want.gave_up and want.may_be_followed:
+                    self._asks.cancel(want, link)
+                else:
+                    self._asks.let_go(want, link, read=read)
 
     def _match(self, peer: PeerRank, request_id: str) -> tuple[Want | None, Link | None]:
         """The want a message is about, and its link, if it comes from the matched life."""

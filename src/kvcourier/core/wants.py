@@ -142,6 +142,7 @@ class Want:
     Attributes:
         is_finished: its holder has finished the prompt, as far as we know.
         continuation: what the holder's engine gave for ours, once that is known.
+        gave_up: our request has ended without it.
     """
 
     request_id: RequestId
@@ -159,6 +160,12 @@ class Want:
     registered_at: float = 0.0
     read_completed_at: float = 0.0
     continuation: str | None = None
+    gave_up: bool = False
+
+    @property
+    def may_be_followed(self) -> bool:
+        """Whether the router may send another for what we give up."""
+        return self.intent.binding is not None
 
     @property
     def address(self) -> InstanceAddress:

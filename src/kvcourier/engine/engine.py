@@ -34,7 +34,7 @@ from kvcourier.engine.scheduler import Phase, Remote, Scheduler, Sequence, Work
 from kvcourier.engine.streaming import PromptStreams
 from kvcourier.engine.turns import Turns
 from kvcourier.errors import KVCourierError, ParamsError
-from kvcourier.ids import BlockId, RequestId, fetched_as, kept_as, owner_of
+from kvcourier.ids import BlockId, RequestId, TransferId, fetched_as, kept_as, owner_of
 from kvcourier.runtime.interface import Endpoint, let_holder_go
 from kvcourier.runtime.reports import Outcome, Report
 
@@ -253,6 +253,20 @@ class Engine:
             **counters,
             **(self._turns.stats() if self._turns is not None else {}),
         }
+
+    def progress(self, transfer_id: TransferId) -> tuple[int, int] | None:
+        """Of the prompts that are computed for somebody under a transfer id: tokens computed, and
+        all. None if there is none, or no more. Thread-safe, does not stop the engine."""
+        with self._wake:
+            waiting = [item for item in self._inbox if isinstance(item, _Live)]
+        found = [
+            (live.sequence.num_computed, len(live.request.prompt_token_ids))
+            for live in (*waiting, *list(self._live.values()))
+            if isinstance(live.request.intent, HoldIntent)
+            and live.request.intent.transfer_id == transfer_id
+        ]
+        computed = sum(min(num_computed, num_prompt) for num_computed, num_prompt in found)
+        return (computed, sum(num_prompt for _, num_prompt in found)) if found else None
 
     # --- called from other threads ---
 

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvcourier.api_keys import RequireApiKey
-from kvcourier.config import TransferMode
+from kvcourier.config import Binding, TransferMode
 from kvcourier.ids import RequestId
 from kvcourier.router.admin import ADMIN_PREFIX, Admin, closed_routes
 from kvcourier.router.answers import JSON_TYPE, error_content, send_error
@@ -179,6 +179,7 @@ class _Calls:
         config, headers = self._services.config, Headers(scope=scope)
         binding = binding_of(headers, mode, config.binding)
         conversation = conversation_key(conversation_of(headers), headers)
+        is_near = binding is Binding.NEAR
         total_s = total_s_of(headers, config.timeouts.total_s)
         raw = await _read_body(Request(scope, receive), config.limits.max_body_bytes)
         body = parse_body(raw)
@@ -192,7 +193,7 @@ class _Calls:
             receive=receive,
             send=send,
             total_s=total_s,
-            prompt=prompt_of(body) if config.needs_prompt else NO_PROMPT,
+            prompt=prompt_of(body) if config.needs_prompt or is_near else NO_PROMPT,
             conversation=conversation,
         )
 

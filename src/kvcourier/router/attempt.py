@@ -9,8 +9,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.types import Receive, Send
@@ -24,10 +25,12 @@ from kvcourier.router.dispatch import Dispatch
 from kvcourier.router.events import (
     RETRYABLE,
     Action,
+    AwaitNear,
     BreakStream,
     CallOutcome,
     Cancel,
     ClientLeft,
+    DecodeStalled,
     EndStream,
     Event,
     FailureKind,
@@ -36,6 +39,7 @@ from kvcourier.router.events import (
     LegName,
     Note,
     PrefillAnswered,
+    PrefillNear,
     Relay,
     Reply,
     ReplyError,
@@ -43,6 +47,7 @@ from kvcourier.router.events import (
     StartDecode,
     StartPrefill,
     TimeUp,
+    WatchDecode,
     verdict,
 )
 from kvcourier.router.instances import Instance
@@ -56,6 +61,7 @@ from kvcourier.router.legs import (
     read_handoff,
 )
 from kvcourier.router.metrics import RouterMetrics
+from kvcourier.router.pace import bind_after_s, look_again_s
 from kvcourier.router.prompts import Prompt
 from kvcourier.router.sides import NO_PROMPT, Side
 from kvcourier.router.telling import told_of
@@ -65,6 +71,7 @@ from kvcourier.runtime.diary import Diary
 _log = logging.getLogger(__name__)
 
 Chosen = Mapping[LegName, Instance]
+_P, _D = LegName.PREFILL, LegName.DECODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +125,9 @@ class Attempt:
     """One dispatch: the driver of a `Dispatch`.
 
     Args:
-        prefill: who computes the prompt.
-        tried: whom this call need not be sent to any more; grows.
+        prefill: who computes the prompt; None: the decode instance does.
+        decode: the first to be asked for the answer; None: as the policy chooses, at that time.
+        tried: whom this call need not be sent to any more, as they have failed; grows.
         left: ends when the client has gone.
     """
 
@@ -127,14 +135,17 @@ class Attempt:
         self,
         services: Services,
         call: ClientCall,
-        prefill: Instance,
+        prefill: Instance | None,
         tried: set[Instance],
         left: asyncio.Task[None],
+        decode: Instance | None = None,
     ) -> None:
         self._services = services
         self._client = call
-        self._chosen: dict[LegName, Instance] = {LegName.PREFILL: prefill}
+        self._chosen: dict[LegName, Instance] = {} if prefill is None else {_P: prefill}
+        self._first_decode = decode
         self._tried = tried
+        self._passed: set[Instance] = set()
         self._left = left
         turn = None
         self._filter = None
@@ -149,17 +160,22 @@ class Attempt:
             request_id=call.request_id,
             body=call.body,
             headers=call.headers,
-            coordinates=prefill.coordinates,
-            prefill_dp_rank=prefill.spec.dp_rank,
-            modes_known=prefill.info is not None,
+            coordinates=prefill.coordinates if prefill else None,
+            prefill_dp_rank=prefill.spec.dp_rank if prefill else None,
+            modes_known=prefill is not None and prefill.info is not None,
+            is_alone=prefill is None,
             binding=call.binding,
             history=turn.params if turn is not None else None,
             keeps=bool(call.conversation),
+            max_rebinds=services.config.rebinds,
         )
         self.failure: ReplyError | None = None
         self._dispatch = Dispatch(self._call)
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int | None, Event]] = asyncio.Queue()
+        self._num_decode_legs = 0
+        self._took = 0, 0.0
         self._tasks: dict[LegName, asyncio.Task[None]] = {}
+        self._watches: list[asyncio.Task[None]] = []
         self._relay = asyncio.Event()
         self._stream = EventStream(call.send, lambda: self.headers, self._filter)
         self._outcome: CallOutcome | None = None
@@ -194,6 +210,8 @@ class Attempt:
         finally:
             timer.cancel()
             self._keep_prefill(False)
+            for watch in self._watches:
+                watch.cancel()
             self._services.running.discard(self)
             self._left.remove_done_callback(self._on_left)
         self._let_run_out()
@@ -203,18 +221,23 @@ class Attempt:
         """The router is being shut down: end now, and tell the client."""
         self._post(RouterStopped())
 
-    def _post(self, event: Event) -> None:
-        self._events.put_nowait(event)
+    def _post(self, event: Event, decode_leg: int | None = None) -> None:
+        """`decode_leg`: which of the legs to D says so, counted from 1."""
+        self._events.put_nowait((decode_leg, event))
 
     def _on_left(self, _task: asyncio.Task[None]) -> None:
         self._post(ClientLeft())
 
     async def _step(self) -> None:
-        event = await self._events.get()
+        leg, event = await self._events.get()
+        if leg not in (None, self._num_decode_legs):
+            # Of a leg that was given up for another.
+            return
         self._judge(event)
         self._tell(event)
         if isinstance(event, PrefillAnswered) and event.answer.ok:
             self._compare(event)
+            self._chosen[_P].work.pace.learn(*self._took)
         await self._perform(self._dispatch.handle(event))
 
     def _judge(self, event: Event) -> None:
@@ -227,7 +250,7 @@ class Attempt:
             handoff = read_handoff(event.answer.content)
         except ValueError:
             return
-        self._chosen[LegName.PREFILL].check_handoff(handoff or {})
+        self._chosen[_P].check_handoff(handoff or {})
 
     async def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -235,6 +258,10 @@ class Attempt:
             match action:
                 case StartPrefill():
                     self._start_prefill(prefill_leg(self._call))
+                case AwaitNear():
+                    self._watches.append(asyncio.create_task(self._await_near()))
+                case WatchDecode():
+                    self._watches.append(asyncio.create_task(self._watch_decode()))
                 case StartDecode(params):
                     self._start_decode(params)
                 case Cancel(leg):
@@ -265,7 +292,7 @@ class Attempt:
                 case EndStream():
                     await self._stream.end()
                 case BreakStream(kind, reason):
-                    decode = self._chosen[LegName.DECODE].name
+                    decode = self._chosen[_D].name
                     message = f"The decode instance {decode} {reason} in the middle of the answer."
                     await self._stream.break_off(message, kind)
                 case Finish(outcome):
@@ -276,7 +303,7 @@ class Attempt:
         """Whether D may still need what P has: until then P is not done, though its leg may be."""
         if keeps != self._keeps_prefill:
             self._keeps_prefill = keeps
-            self._chosen[LegName.PREFILL].work.num_kept += 1 if keeps else -1
+            self._chosen[_P].work.num_kept += 1 if keeps else -1
 
     def _begin_story(self) -> None:
         name, diary = self._call.transfer_id, self._services.diary
@@ -299,25 +326,56 @@ class Attempt:
 
     def _start_prefill(self, leg: Leg) -> None:
         self._keep_prefill(True)
-        url = self._chosen[LegName.PREFILL].spec.url + self._client.path
+        url = self._chosen[_P].spec.url + self._client.path
         upstream = self._services.upstream
         self._start(LegName.PREFILL, lambda: upstream.prefill(url, leg, self._post))
 
+    async def _await_near(self) -> None:
+        """Wait out the estimate, then ask P, if it tells, until it is nearly done."""
+        prefill, lead_s = self._chosen[_P], self._services.config.timeouts.near_lead_s
+        work = prefill.work
+        # Our own leg has begun by the time this runs, and is part of what is ahead.
+        await asyncio.sleep(bind_after_s(work.pace.expected_s(work.backlog), lead_s))
+        while (progress := await prefill.progress(self._call.transfer_id)) is not None:
+            left_s = work.pace.expected_s(progress.left * self._client.prompt.num_parts)
+            wait_s = look_again_s(left_s, lead_s)
+            if wait_s is None:
+                break
+            await asyncio.sleep(wait_s)
+        self._post(PrefillNear())
+
+    async def _watch_decode(self) -> None:
+        """D has all it needs: if it does not begin, somebody else might, sooner."""
+        await asyncio.sleep(self._services.config.timeouts.stall_s)
+        current = self._chosen.get(LegName.DECODE)
+        other = self._next_decode({*self._tried, *self._passed, *([current] if current else [])})
+        if current and other and other.work.num_requests < current.work.num_requests:
+            self._post(DecodeStalled())
+
+    def _next_decode(self, tried: Collection[Instance]) -> Instance | None:
+        call, side = self._client, self._services.sides[_D]
+        mode = None if self._call.is_alone else call.mode
+        return side.pick(mode, tried, call.prompt, call.conversation, self._keeper)
+
     def _start_decode(self, params: Params) -> None:
         call = self._client
-        side = self._services.sides[LegName.DECODE]
-        decode = side.pick(call.mode, self._tried, call.prompt, call.conversation, self._keeper)
+        if _D in self._chosen:
+            self._passed.add(self._chosen[_D])
+        decode, self._first_decode = self._first_decode, None
+        decode = decode or self._next_decode(self._tried | self._passed)
         if decode is None:
             reason = f"takes part in {call.mode}, is not drained, and was not tried already"
             self._post(LegLost(LegName.DECODE, FailureKind.NO_INSTANCE, reason))
             return
-        self._chosen[LegName.DECODE] = decode
+        self._chosen[_D] = decode
+        self._num_decode_legs += 1
+        post = partial(self._post, decode_leg=self._num_decode_legs)
         leg = decode_leg(self._call, params, decode.spec.dp_rank)
         url = decode.spec.url + call.path
         upstream = self._services.upstream
         self._start(
             LegName.DECODE,
-            lambda: upstream.decode(url, leg, self._post, self._relay, self._stream),
+            lambda: upstream.decode(url, leg, post, self._relay, self._stream),
         )
 
     def _start(self, leg: LegName, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -330,12 +388,15 @@ class Attempt:
         self, leg: LegName, instance: Instance, send: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
         missing = instance.begin(self._client.prompt)
+        ahead = instance.work.backlog
         began_s = time.monotonic()
         try:
             await send()
         finally:
             instance.end(missing)
             seconds = time.monotonic() - began_s
+            if leg is LegName.PREFILL:
+                self._took = ahead, seconds
             self._services.metrics.leg_seconds.labels(leg, self._call.mode).observe(seconds)
 
     async def _cancel(self, *legs: LegName) -> None:
@@ -347,8 +408,8 @@ class Attempt:
 
     def _let_go(self) -> None:
         """P may have computed the prompt, and D not heard of it: then no one else will tell P."""
-        prefill, name = self._chosen[LegName.PREFILL], self._call.transfer_id
-        if LegName.PREFILL not in self._tasks or prefill.info is None:
+        prefill, name = self._chosen.get(LegName.PREFILL), self._call.transfer_id
+        if prefill is None or LegName.PREFILL not in self._tasks or prefill.info is None:
             # Never asked, or not one of ours: there the lease has to do.
             return
         url = f"{prefill.spec.url}/kvcourier/transfers/{name}"
@@ -356,6 +417,8 @@ class Attempt:
 
     def _note(self, note: Note) -> None:
         self._services.metrics.failures.labels(note.leg, note.kind).inc()
+        if note.rebound:
+            self._services.metrics.rebinds.labels(note.kind).inc()
         instance = self._chosen.get(note.leg)
         _log.warning(
             "request %s, transfer %s: %s %s",
@@ -366,6 +429,8 @@ class Attempt:
         )
         if instance is None:
             return
+        if note.kind is not FailureKind.NO_KV:
+            self._tried.add(instance)
         if note.kind in RETRYABLE:
             instance.lost()
         elif note.kind is FailureKind.STALE_COORDINATES:

@@ -77,6 +77,9 @@ class Timeouts:
         prefill_s: the whole prefill leg.
         first_byte_s: from the start of the decode leg to its first byte; in push that includes
             the prefill.
+        near_lead_s: how long before the end of prefill D is bound, where it is bound near.
+        stall_s: from P's answer until a D that has not begun is taken for stalled, where `rebinds`
+            allows another.
         total_s: from the client's request to the end of its answer.
         learn_s: one question to an instance about itself (health, models, coordinates).
         refresh_s: how often a running instance is asked again.
@@ -87,6 +90,8 @@ class Timeouts:
     connect_s: float = 5.0
     prefill_s: float = 300.0
     first_byte_s: float = 360.0
+    near_lead_s: float = 0.15
+    stall_s: float = 5.0
     total_s: float = 3600.0
     learn_s: float = 3.0
     refresh_s: float = 5.0
@@ -153,11 +158,15 @@ class RouterConfig:
         prefill: instances that compute prompts; at least one, unless others can come later.
         decode: instances that generate; likewise.
         mode: how KV moves where the client's `X-KV-Mode` says nothing.
-        binding: when D is told where `X-KV-Binding` says nothing: early, at once with P, or late,
-            when P has answered; None leaves it to the mode.
+        binding: when D is told where `X-KV-Binding` says nothing: early, at once with P; near, when
+            P is nearly done; late, when P has answered; None leaves it to the mode.
         policy: who serves the next request, a key of `policy.POLICIES`.
         prefill_policy: the same for prefill instances alone; None: as `policy` says.
         decode_policy: the same for decode instances alone; None: as `policy` says.
+        skip_below: tokens of a prompt below which the decode instance computes it itself, without a
+            prefill instance; those that it was sent before do not count. 0: never.
+        rebinds: how often the decode leg of one dispatch may go to another instance when it fails
+            before its first byte, or stalls; the prefill instance keeps the prompt meanwhile.
         retries: further dispatches after an instance was not reached, was lost, or answered 429,
             502, 503 or 504, and before the client got a byte. Each goes to another instance under
             a new transfer id.
@@ -177,6 +186,8 @@ class RouterConfig:
     policy: str = "round_robin"
     prefill_policy: str | None = None
     decode_policy: str | None = None
+    skip_below: int = 0
+    rebinds: int = 0
     retries: int = 0
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
     instances_file: Path | None = None
@@ -204,8 +215,8 @@ class RouterConfig:
 
     @property
     def needs_prompt(self) -> bool:
-        """Whether prompts have to be looked at."""
-        return any(POLICIES[policy].needs_prompt for policy in self.policies)
+        """Whether prompts have to be looked at, whatever a call says."""
+        return self.skip_below > 0 or any(POLICIES[each].needs_prompt for each in self.policies)
 
     def __post_init__(self) -> None:
         for side in ("prefill", "decode"):
@@ -227,8 +238,12 @@ class RouterConfig:
             if policy is not None and policy not in POLICIES:
                 allowed = ", ".join(POLICIES)
                 raise ConfigError(f"{name}: expected one of {allowed}, found {policy!r}")
-        if isinstance(self.retries, bool) or not 0 <= self.retries <= 16:
-            raise ConfigError(f"retries: expected 0 to 16, found {self.retries!r}")
+        if isinstance(self.skip_below, bool) or self.skip_below < 0:
+            raise ConfigError(f"skip_below: expected 0 tokens or more, found {self.skip_below!r}")
+        for name in ("retries", "rebinds"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not 0 <= value <= 16:
+                raise ConfigError(f"{name}: expected 0 to 16, found {value!r}")
 
 
 def parse_mode(text: str, what: str) -> TransferMode:

@@ -5,24 +5,31 @@ client gets. Refuses to know HTTP clients, tasks and clocks: a driver posts even
 actions in order (`attempt`).
 
     late:  PREFILLING --P's handoff--> WAITING --D's first bytes--> STREAMING --> ENDED
+    near:  PREFILLING --P nearly done-> WAITING --D's first bytes--> STREAMING --> ENDED
     early:                             WAITING --D's first bytes--> STREAMING --> ENDED
 
-A pull is bound late and a push early, unless the call says otherwise. Bound early, P runs beside D
-through WAITING and may still run in STREAMING. Whatever is not in the table changes nothing.
+A pull is bound late and a push early, unless the call says otherwise. Bound early or near, P runs
+beside D through WAITING and may still run in STREAMING. In WAITING the prompt may be bound anew:
+D's leg has failed, P has the KV or computes it, and another D gets the same params. A call that
+needs no P begins in WAITING as well. Whatever is not in the table changes nothing.
 """
 
 import enum
 from collections.abc import Callable, Mapping
 
+from kvcourier.config import Binding
 from kvcourier.router.events import (
+    REBINDABLE,
     Action,
     Answer,
+    AwaitNear,
     BreakStream,
     CallOutcome,
     Cancel,
     ClientLeft,
     DecodeAnswered,
     DecodeEnded,
+    DecodeStalled,
     DecodeStreaming,
     EndStream,
     Event,
@@ -32,6 +39,7 @@ from kvcourier.router.events import (
     LegName,
     Note,
     PrefillAnswered,
+    PrefillNear,
     Relay,
     Reply,
     ReplyError,
@@ -40,11 +48,14 @@ from kvcourier.router.events import (
     StartPrefill,
     StreamEnding,
     TimeUp,
+    WatchDecode,
+    may_do_better,
 )
 from kvcourier.router.legs import (
     HANDOFF_KEYS,
     Call,
     Params,
+    bound,
     early_params,
     late_params,
     read_handoff,
@@ -65,44 +76,104 @@ class Dispatch:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self.phase = Phase.WAITING if call.is_early else Phase.PREFILLING
+        self._params: Params = {}
+        self._told_early = call.when is Binding.EARLY and not call.is_alone
+        self._has_prefill = call.is_alone
+        self._num_bound = 0
+        self._failed: tuple[LegLost, Answer | None] | None = None
+        starts_waiting = call.is_alone or call.when is Binding.EARLY
+        self.phase = Phase.WAITING if starts_waiting else Phase.PREFILLING
 
     def start(self) -> list[Action]:
         """The first actions.
 
         Raises:
-            ValueError: bound early without coordinates.
+            ValueError: bound before P has answered, without coordinates.
         """
-        if not self._call.is_early:
+        call = self._call
+        if call.is_alone:
+            return [self._bind({})]
+        if call.when is Binding.LATE:
             return [StartPrefill()]
-        if self._call.coordinates is None:
-            raise ValueError("early binding needs the prefill instance's coordinates")
-        return [StartPrefill(), StartDecode(early_params(self._call, self._call.coordinates))]
+        if call.coordinates is None:
+            raise ValueError(f"{call.when} binding needs the prefill instance's coordinates")
+        if call.when is Binding.NEAR:
+            return [StartPrefill(), AwaitNear()]
+        return [StartPrefill(), self._bind(early_params(call, call.coordinates))]
 
     def handle(self, event: Event) -> list[Action]:
         """What to do about `event`; nothing if the dispatch has ended and it is no news."""
         reaction = _TABLE.get((self.phase, type(event)))
         return reaction(self, event) if reaction else []
 
+    def _bind(self, params: Params) -> StartDecode:
+        """D, or the next one, gets its leg."""
+        self._params = params
+        self._num_bound += 1
+        return StartDecode(bound(self._call, params, self._num_bound - 1))
+
     # One method per reaction. `event` has the type of the table's key.
 
     def _start_decode(self, event: PrefillAnswered) -> list[Action]:
-        problem = judge_prefill(self._call, event.answer)
+        problem = judge_prefill(self._call, event.answer, told_early=False)
         if problem is not None:
             return self._fail_prefill(event.answer, problem)
         handoff = read_handoff(event.answer.content)
         assert handoff is not None, "judge_prefill lets no answer without a handoff pass"
         self.phase = Phase.WAITING
-        return [StartDecode(late_params(self._call, handoff))]
+        self._has_prefill = True
+        return [self._bind(late_params(self._call, handoff)), *self._watched()]
+
+    def _start_decode_near(self, _event: PrefillNear) -> list[Action]:
+        assert self._call.coordinates is not None, "start would have refused"
+        self.phase = Phase.WAITING
+        self._told_early = True
+        return [self._bind(early_params(self._call, self._call.coordinates))]
 
     def _check_prefill(self, event: PrefillAnswered) -> list[Action]:
-        if not self._call.is_early:
+        if not self._told_early:
             return []
-        problem = judge_prefill(self._call, event.answer)
-        return [] if problem is None else self._fail_prefill(event.answer, problem)
+        problem = judge_prefill(self._call, event.answer, told_early=True)
+        if problem is not None:
+            return self._fail_prefill(event.answer, problem)
+        self._has_prefill = True
+        return self._watched()
+
+    def _watched(self) -> list[Action]:
+        """From now on D has all it needs, if it may be followed by another."""
+        return [WatchDecode()] if self._may_rebind else []
+
+    @property
+    def _may_rebind(self) -> bool:
+        return self._num_bound <= self._call.max_rebinds
+
+    def _rebind(self, problem: LegLost, answer: Answer | None) -> list[Action]:
+        """Another D for the same prompt; under the same transfer id, for that is P's name of it."""
+        self._failed = problem, answer
+        note = Note(problem.leg, problem.kind, problem.reason, rebound=True)
+        start = self._bind(self._params)
+        watched = self._watched() if self._has_prefill else []
+        return [Cancel(LegName.DECODE), note, start, *watched]
+
+    def _stalled(self, _event: DecodeStalled) -> list[Action]:
+        if not (self._may_rebind and self._has_prefill):
+            return []
+        reason = "did not begin its answer, and another is less busy"
+        return self._rebind(LegLost(LegName.DECODE, FailureKind.STALLED, reason), None)
+
+    def _lost(self, event: LegLost) -> list[Action]:
+        is_decode = event.leg is LegName.DECODE
+        if is_decode and event.kind is FailureKind.NO_INSTANCE and self._failed is not None:
+            # Nobody is left: what matters is why the last one failed. It is noted already.
+            problem, answer = self._failed
+            ending = self._fail(problem) if answer is None else self._refused(problem, answer)
+            return [action for action in ending if not isinstance(action, Note)]
+        if is_decode and self._may_rebind and event.kind in REBINDABLE:
+            return self._rebind(event, None)
+        return self._fail(event)
 
     def _note_prefill(self, event: PrefillAnswered) -> list[Action]:
-        problem = judge_prefill(self._call, event.answer)
+        problem = judge_prefill(self._call, event.answer, self._told_early)
         return [] if problem is None else [_note(problem)]
 
     def _fail_prefill(self, answer: Answer, problem: LegLost) -> list[Action]:
@@ -132,12 +203,18 @@ class Dispatch:
         ]
 
     def _answer(self, event: DecodeAnswered) -> list[Action]:
-        self.phase = Phase.ENDED
         answer = event.answer
         if answer.ok:
+            self.phase = Phase.ENDED
             # Bound early, P may not have told yet that it is done; it is left to.
             return [Reply(answer), Finish(CallOutcome.OK)]
-        problem = LegLost(LegName.DECODE, FailureKind.STATUS, f"answered {answer.status}")
+        kind = FailureKind.NO_KV if answer.lacks_kv else FailureKind.STATUS
+        problem = LegLost(LegName.DECODE, kind, f"answered {answer.status}")
+        # One that comes after another and gets no KV: P has it no more, since the one before had
+        # received it and failed then. Only computing it anew helps.
+        is_lost = answer.lacks_kv and self._num_bound > 1
+        if self._may_rebind and may_do_better(kind, answer) and not is_lost:
+            return self._rebind(problem, answer)
         return self._fail(problem) if answer.status < 400 else self._refused(problem, answer)
 
     def _relay(self, _event: DecodeStreaming) -> list[Action]:
@@ -193,8 +270,8 @@ def _note(problem: LegLost) -> Note:
     return Note(problem.leg, problem.kind, problem.reason)
 
 
-def judge_prefill(call: Call, answer: Answer) -> LegLost | None:
-    """Why D cannot use P's answer, or None if it can."""
+def judge_prefill(call: Call, answer: Answer, told_early: bool) -> LegLost | None:
+    """Why D cannot use P's answer, or None if it can; `told_early`: it has its params already."""
     if not answer.ok:
         return _prefill_problem(FailureKind.STATUS, f"answered {answer.status}")
     try:
@@ -212,7 +289,7 @@ def judge_prefill(call: Call, answer: Answer) -> LegLost | None:
         return _prefill_problem(
             FailureKind.WRONG_MODE, f"takes part in {said} only; this call asks for {call.mode}"
         )
-    return _judge_early(call, handoff) if call.is_early else _judge_late(handoff)
+    return _judge_early(call, handoff) if told_early else _judge_late(handoff)
 
 
 def _judge_late(handoff: Params) -> LegLost | None:
@@ -259,7 +336,9 @@ _TABLE: Mapping[tuple[Phase, type], Callable[..., list[Action]]] = {
     (Phase.WAITING, DecodeAnswered): Dispatch._answer,
     (Phase.WAITING, DecodeStreaming): Dispatch._relay,
     (Phase.STREAMING, DecodeEnded): Dispatch._end_stream,
-    **dict.fromkeys([(phase, LegLost) for phase in _UNANSWERED], Dispatch._fail),
+    (Phase.PREFILLING, PrefillNear): Dispatch._start_decode_near,
+    (Phase.WAITING, DecodeStalled): Dispatch._stalled,
+    **dict.fromkeys([(phase, LegLost) for phase in _UNANSWERED], Dispatch._lost),
     (Phase.STREAMING, LegLost): Dispatch._lost_while_streaming,
     (Phase.ENDED, LegLost): Dispatch._note_late,
     **dict.fromkeys([(phase, ClientLeft) for phase in _LIVE], Dispatch._leave),

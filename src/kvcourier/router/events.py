@@ -33,6 +33,8 @@ class FailureKind(enum.StrEnum):
     STALE_COORDINATES = "stale_coordinates"
     INCOMPLETE = "incomplete"
     ERROR_TOLD = "error_told"
+    STALLED = "stalled"
+    NO_KV = "no_kv"
     NO_INSTANCE = "no_instance"
 
 
@@ -49,12 +51,17 @@ STATUS_OF: Mapping[FailureKind, int] = {
     FailureKind.STALE_COORDINATES: 502,
     FailureKind.INCOMPLETE: 502,
     FailureKind.ERROR_TOLD: 502,
+    FailureKind.STALLED: 504,
+    FailureKind.NO_KV: 503,
     FailureKind.NO_INSTANCE: 503,
 }
 """The client's status for each failure that is not an instance's own answer."""
 
 RETRYABLE = frozenset({FailureKind.CONNECT, FailureKind.DROPPED})
 """Failures after which another instance may do better."""
+
+REBINDABLE = RETRYABLE | {FailureKind.INCOMPLETE, FailureKind.STALLED}
+"""Failures of D before its first byte after which P's prompt is offered to another D."""
 
 RETRYABLE_STATUSES = frozenset({429, 502, 503, 504})
 """Likewise: an instance that answers so is full, is being stopped, or has lost what it needs."""
@@ -97,6 +104,11 @@ class Answer:
         """Whether it is a 2xx."""
         return 200 <= self.status < 300
 
+    @property
+    def lacks_kv(self) -> bool:
+        """Whether D says that the prompt's KV did not come, which may be anybody's fault."""
+        return self.status == 503 and b'"kv_transfer_failed"' in self.content
+
 
 def may_do_better(kind: FailureKind, answer: Answer | None) -> bool:
     """Whether the same leg may go well on another instance."""
@@ -113,6 +125,16 @@ class PrefillAnswered:
     """P answered, with any status."""
 
     answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillNear:
+    """P has nearly computed the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStalled:
+    """P has answered, D has not begun for a while, and another would be less busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +182,8 @@ class RouterStopped:
 
 Event = (
     PrefillAnswered
+    | PrefillNear
+    | DecodeStalled
     | DecodeAnswered
     | DecodeStreaming
     | DecodeEnded
@@ -188,8 +212,8 @@ def verdict(event: Event) -> tuple[LegName, bool] | None:
 
 
 def _verdict_of(leg: LegName, answer: Answer) -> tuple[LegName, bool] | None:
-    if answer.status == 429 or b'"kv_transfer_failed"' in answer.content:
-        # It has enough to do, or KV did not come: that may be anybody's fault.
+    if answer.status == 429 or answer.lacks_kv:
+        # It has enough to do, or is not to blame.
         return None
     return leg, answer.status < 500
 
@@ -203,8 +227,21 @@ class StartPrefill:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitNear:
+    """Say `PrefillNear` when P is nearly done, unless it has answered by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchDecode:
+    """Say `DecodeStalled` if D does not begin for a while from now on."""
+
+
+@dataclass(frozen=True, slots=True)
 class StartDecode:
-    """Send D its leg with these `kv_transfer_params`."""
+    """Choose a D, none that was tried before, and send it its leg with these `kv_transfer_params`.
+
+    Events of a leg to another D before it are not told any more.
+    """
 
     params: Params
 
@@ -218,11 +255,12 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Count and log a failure of a leg."""
+    """Count and log a failure of a leg; `rebound`: after which another D gets it."""
 
     leg: LegName
     kind: FailureKind
     reason: str
+    rebound: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +315,8 @@ class Finish:
 
 Action = (
     StartPrefill
+    | AwaitNear
+    | WatchDecode
     | StartDecode
     | Cancel
     | Note

@@ -14,6 +14,7 @@ from kvcourier.router.answers import send_answer, send_error
 from kvcourier.router.attempt import Attempt, ClientCall, Services, answer_headers, subject
 from kvcourier.router.events import STATUS_OF, CallOutcome, LegName, ReplyError
 from kvcourier.router.instances import Instance
+from kvcourier.router.policy import Skipped, why_alone
 
 _log = logging.getLogger(__name__)
 
@@ -40,24 +41,25 @@ class Exchange:
     async def _serve(self, left: asyncio.Task[None]) -> CallOutcome:
         services, call = self._services, self._call
         tried: set[Instance] = set()
+        decode, is_alone = self._alone()
         try:
-            prefill = await self._pick_prefill(tried)
+            prefill = None if is_alone else await self._pick_prefill(tried)
         except _NoInstance as error:
             headers = answer_headers(call, None, {})
             await send_error(call.send, 503, str(error), headers, code="no_instance")
             return CallOutcome.FAILED
         retries = services.config.retries
         while True:
-            attempt = Attempt(services, call, prefill, tried, left)
+            attempt = Attempt(services, call, prefill, tried, left, decode)
+            decode = None
             outcome = await attempt.run()
             failure = attempt.failure
             if failure is None:
                 return outcome
-            tried |= {attempt.chosen[failure.leg]} if failure.leg in attempt.chosen else set()
             if failure.retryable and retries > 0:
                 retries -= 1
                 try:
-                    prefill = await self._pick_prefill(tried)
+                    prefill = None if is_alone else await self._pick_prefill(tried)
                 except _NoInstance:
                     _log.debug("no other %s instance for %s", failure.leg, call.request_id)
                 else:
@@ -65,6 +67,19 @@ class Exchange:
                     continue
             await self._tell(attempt, failure)
             return outcome
+
+    def _alone(self) -> tuple[Instance | None, bool]:
+        """Whether D computes the prompt itself, and who, if one of them has most of it already."""
+        below, prompt = self._services.config.skip_below, self._call.prompt
+        if not below or self._call.conversation:
+            # What a turn's D keeps travels to P with the next one, whoever D is then.
+            return None, False
+        decode, num_known = self._services.sides[LegName.DECODE].most_known(prompt) or (None, 0)
+        why = why_alone(prompt.num_tokens, num_known, below)
+        if why is None:
+            return None, False
+        self._services.metrics.skipped.labels(why).inc()
+        return (decode if why is Skipped.CACHED else None), True
 
     async def _tell(self, attempt: Attempt, failure: ReplyError) -> None:
         send = self._call.send
@@ -87,15 +102,15 @@ class Exchange:
         if prefill is None:
             raise _NoInstance(f"No prefill instance takes part in {mode}.")
         self._require_decode(tried)
-        if call.binding is Binding.EARLY and prefill.coordinates is None:
+        if call.binding is not Binding.LATE and prefill.coordinates is None:
             await prefill.learn()
             if not prefill.takes_part_in(mode):
                 raise _NoInstance(f"The prefill instance {prefill.name} takes no part in {mode}.")
             if prefill.coordinates is None:
                 raise _NoInstance(
-                    "Early binding, as push has it, needs to know where the prefill instance "
-                    f"{prefill.name} keeps its KV cache, but it {prefill.problem}. For vLLM, give "
-                    "engine_id, kv_host and kv_port with its address."
+                    "Binding before P answers, as push has it, needs to know where the prefill "
+                    f"instance {prefill.name} keeps its KV cache, but it {prefill.problem}. For "
+                    "vLLM, give engine_id, kv_host and kv_port with its address."
                 )
         return prefill
 

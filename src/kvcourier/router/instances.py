@@ -19,11 +19,12 @@ import httpx
 
 from kvcourier.config import TransferMode
 from kvcourier.errors import shorten
-from kvcourier.ids import EngineId, Incarnation
+from kvcourier.ids import EngineId, Incarnation, TransferId
 from kvcourier.router.breaker import Breaker, BreakerSettings
 from kvcourier.router.config import MAX_PARALLEL_SIZE, Coordinates, InstanceSpec, Timeouts
 from kvcourier.router.legs import Params, read_object
 from kvcourier.router.load import Load, read_load
+from kvcourier.router.pace import Pace, Progress
 from kvcourier.router.policy import Candidate
 from kvcourier.router.prompts import PrefixMemory, Prompt
 
@@ -73,6 +74,22 @@ def parse_instance_info(data: object) -> InstanceInfo:
     )
 
 
+def parse_progress(data: Mapping[str, Any]) -> Progress:
+    """Read the answer to `GET /kvcourier/transfers/ID`.
+
+    Raises:
+        ValueError: a key is missing or of the wrong kind; the message names it.
+    """
+    return Progress(_count(data, "num_tokens"), _count(data, "num_prompt_tokens"))
+
+
+def _count(data: Mapping[str, Any], key: str) -> int:
+    value = data.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
+        raise ValueError(f"{key}: expected a whole number from 0, found {shorten(value)}")
+    return value
+
+
 def _text(data: Mapping[str, Any], key: str) -> str:
     value = data.get(key)
     if not isinstance(value, str) or not value:
@@ -98,9 +115,11 @@ class Work:
         load: what it said when it was last asked; None: nothing of use.
         in_flight_then: our legs when it was last asked.
         prefixes: beginnings of the prompts that it was sent.
+        pace: how long it takes for a prompt.
     """
 
     prefixes: PrefixMemory
+    pace: Pace = field(default_factory=Pace)
     in_flight: int = 0
     num_kept: int = 0
     backlog: int = 0
@@ -282,6 +301,16 @@ class Instance:
         except (httpx.HTTPError, TimeoutError, ValueError):
             load = None
         self.work.load, self.work.in_flight_then = load, in_flight
+
+    async def progress(self, transfer_id: TransferId) -> Progress | None:
+        """How far it is with a prompt; None if it does not say, or does not know it."""
+        if self.info is None:
+            return None
+        try:
+            response = await self.get(f"/kvcourier/transfers/{transfer_id}")
+            return parse_progress(read_object(response.content)) if response.is_success else None
+        except (httpx.HTTPError, TimeoutError, ValueError):
+            return None
 
     async def watch(self) -> None:
         """Keep asking until cancelled: soon after it was lost, then ever more seldom."""

@@ -37,10 +37,12 @@ class Call:
         headers: the client's headers that travel on.
         coordinates: where the chosen P's KV is found; push cannot do without.
         prefill_dp_rank: which rank behind the address, for vLLM.
-        binding: early dispatches both legs at once, late D's when P has answered; None leaves it to
-            the mode.
+        binding: early dispatches both legs at once, near D's when P is nearly done, late when it
+            has answered; None leaves it to the mode.
         history: what the last turn's D told of the KV it keeps, if there was one.
         keeps: D is to keep the answer's KV for the next turn.
+        max_rebinds: how often D's leg may be sent to another instance for the same prompt of P's.
+        is_alone: there is no leg to P: D computes the prompt itself.
         modes_known: P itself said which modes it takes part in, so `transfer_mode` in its answer
             (one value for an instance that does both) decides nothing.
     """
@@ -56,11 +58,13 @@ class Call:
     binding: Binding | None = None
     history: Params | None = None
     keeps: bool = False
+    max_rebinds: int = 0
+    is_alone: bool = False
 
     @property
-    def is_early(self) -> bool:
-        """Whether D is told before P has answered."""
-        return (self.binding or USUAL_BINDING[self.mode]) is Binding.EARLY
+    def when(self) -> Binding:
+        """When D is bound."""
+        return self.binding or USUAL_BINDING[self.mode]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +78,9 @@ class Leg:
 
 def prefill_params(call: Call) -> Params:
     """P: compute this prompt and keep its KV for somebody; earlier turns' is found there."""
+    rebindable = {"rebindable": True} if call.max_rebinds else {}
     if call.history is not None:
-        own = {"transfer_id": call.transfer_id, "transfer_mode": call.mode.value}
+        own = {"transfer_id": call.transfer_id, "transfer_mode": call.mode.value, **rebindable}
         return {**call.history, "do_remote_decode": True, "do_remote_prefill": False, **own}
     return {
         "do_remote_decode": True,
@@ -85,7 +90,7 @@ def prefill_params(call: Call) -> Params:
         "remote_host": None,
         "remote_port": None,
         "transfer_id": call.transfer_id,
-    }
+    } | rebindable
 
 
 def early_params(call: Call, coordinates: Coordinates) -> Params:
@@ -117,6 +122,11 @@ def late_params(call: Call, handoff: Params) -> Params:
     return params
 
 
+def bound(call: Call, params: Params, binding: int) -> Params:
+    """The params for the D that comes after so many others."""
+    return params | {"binding": binding} if params and call.max_rebinds else params
+
+
 def prefill_leg(call: Call) -> Leg:
     """The request to P: one token, not streamed."""
     body = {key: value for key, value in call.body.items() if key not in _NOT_FOR_PREFILL}
@@ -127,9 +137,10 @@ def prefill_leg(call: Call) -> Leg:
 
 
 def decode_leg(call: Call, params: Params, dp_rank: int | None = None) -> Leg:
-    """The request to D, or to its rank: the client's own, plus where the KV comes from."""
-    params = {**params, "keep_history": call.keeps}
-    body = dict(call.body) | {"kv_transfer_params": params}
+    """The request to D, or to its rank: the client's own, plus where the KV comes from, if any."""
+    body = dict(call.body)
+    if params:
+        body["kv_transfer_params"] = {**params, "keep_history": call.keeps}
     return Leg(_encode(body), _headers(call, dp_rank), bool(body.get("stream")))
 
 

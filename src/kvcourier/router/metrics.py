@@ -42,6 +42,18 @@ class RouterMetrics:
             ["leg"],
             registry=self.registry,
         )
+        self.skipped = Counter(
+            "kvcourier_router_skipped",
+            "Calls that went to a decode instance alone, by reason",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.rebinds = Counter(
+            "kvcourier_router_rebinds",
+            "Prompts offered to another decode instance, by how the one before failed",
+            ["kind"],
+            registry=self.registry,
+        )
         self.leg_seconds = Histogram(
             "kvcourier_router_leg_seconds",
             "Time from the start of a leg to its end",

@@ -4,6 +4,7 @@ Decides by a table of policies, each a pure function of the candidates and of wh
 Refuses to know requests, HTTP and the clock.
 """
 
+import enum
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,6 +128,35 @@ def choose(policy: str, candidates: Sequence[Candidate], need: Need) -> int | No
     trusted = [index for index in reachable if candidates[index].trusted]
     choices = trusted or reachable or usable
     return POLICIES[policy].choose(candidates, choices, need) if choices else None
+
+
+class Skipped(enum.StrEnum):
+    """Why a request needs no prefill instance."""
+
+    SHORT = "short"
+    CACHED = "cached"
+
+
+def why_alone(num_tokens: int, num_known_tokens: int, below_tokens: int) -> Skipped | None:
+    """Whether a decode instance should compute a prompt itself, of which it was sent so much
+    before: where less than `below_tokens` is left, moving KV takes longer than computing it."""
+    if num_tokens < below_tokens:
+        return Skipped.SHORT
+    return Skipped.CACHED if num_tokens - num_known_tokens < below_tokens else None
+
+
+def most_known(candidates: Sequence[Candidate]) -> int | None:
+    """The candidate that was sent most of the prompt before, if one was and could serve it now."""
+    able = [
+        index
+        for index, one in enumerate(candidates)
+        if one.usable and one.reachable and one.trusted and not one.is_full and one.num_known
+    ]
+    return max(
+        able,
+        key=lambda index: (candidates[index].num_known, -candidates[index].num_requests),
+        default=None,
+    )
 
 
 def _place(candidates: Sequence[Candidate], index: int, need: Need) -> int:

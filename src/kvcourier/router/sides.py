@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable
 
 from kvcourier.config import TransferMode
 from kvcourier.router.instances import Instance
-from kvcourier.router.policy import POLICIES, Need, choose
-from kvcourier.router.prompts import Prompt
+from kvcourier.router.policy import POLICIES, Need, choose, most_known
+from kvcourier.router.prompts import PART_TOKENS, Prompt
 
 NO_PROMPT = Prompt()
 
@@ -58,6 +58,15 @@ class Side:
         need = Need(next(self._turns), prompt.num_parts, conversation)
         index = choose(self.policy, candidates, need)
         return None if index is None else instances[index]
+
+    def most_known(self, prompt: Prompt) -> tuple[Instance, int] | None:
+        """Who was sent most of this prompt before, and how many of its tokens; None: nobody."""
+        instances = self.instances
+        candidates = [each.candidate(None, prompt, True) for each in instances]
+        index = most_known(candidates)
+        if index is None:
+            return None
+        return instances[index], candidates[index].num_known * PART_TOKENS
 
     def can_serve(self, mode: TransferMode | None, tried: Collection[Instance] = ()) -> bool:
         """Whether anybody may be chosen for `mode`."""

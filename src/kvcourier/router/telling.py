@@ -10,11 +10,13 @@ from kvcourier.router.events import (
     ClientLeft,
     DecodeAnswered,
     DecodeEnded,
+    DecodeStalled,
     DecodeStreaming,
     Event,
     Finish,
     LegLost,
     PrefillAnswered,
+    PrefillNear,
     RouterStopped,
     TimeUp,
 )
@@ -31,6 +33,10 @@ def told_of(happening: Event | Action) -> Told | None:
     match happening:
         case PrefillAnswered(answer):
             return "prefill_answered", {"status": answer.status}
+        case PrefillNear():
+            return "prefill_near", {}
+        case DecodeStalled():
+            return "decode_stalled", {}
         case DecodeAnswered(answer):
             return "decode_answered", {"status": answer.status}
         case DecodeStreaming():

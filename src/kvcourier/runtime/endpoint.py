@@ -189,7 +189,7 @@ class KvEndpoint:
             self._num_holds += 1
             hold_id = hold_id_of(self.incarnation, self._num_holds)
             self._computing[request_id] = (hold_id, key)
-        self._submit(HoldBegun(request_id, hold_id, key))
+        self._submit(HoldBegun(request_id, hold_id, key, intent.rebindable))
 
     def is_awaited(self, request_id: RequestId) -> bool:
         """Whether somebody has registered for this prompt; see runtime.interface."""

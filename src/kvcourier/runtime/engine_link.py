@@ -48,6 +48,7 @@ class BeginHold(EngineCall, frozen=True, tag="begin_hold"):
     hold_id: str
     transfer_id: str | None
     part: int
+    rebindable: bool = False
 
 
 class AdvancePrefill(EngineCall, frozen=True, tag="advance_prefill"):
@@ -132,7 +133,7 @@ def event_of(call: AnyCall, limits: Limits) -> EngineEvent:
     match call:
         case BeginHold():
             key = TransferKey(TransferId(call.transfer_id), call.part) if call.transfer_id else None
-            return HoldBegun(request_id, HoldId(call.hold_id), key)
+            return HoldBegun(request_id, HoldId(call.hold_id), key, call.rebindable)
         case AdvancePrefill():
             layers = None if call.layers is None else tuple(call.layers)
             return PrefillAdvanced(request_id, groups_of(call.block_ids), call.num_tokens, layers)

@@ -164,4 +164,5 @@ def let_holder_go(endpoint: Endpoint, request_id: RequestId, intent: WantIntent)
     """
     with contextlib.suppress(ParamsError):
         endpoint.expect(request_id, intent)
-        endpoint.decline(request_id)
+        # Not declined: where its router may send another, that one needs the KV all the same.
+        endpoint.abort(request_id)

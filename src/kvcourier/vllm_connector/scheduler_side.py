@@ -331,6 +331,7 @@ class SchedulerSide:
                 hold_id,
                 key.transfer_id if key is not None else None,
                 key.part if key is not None else 0,
+                intent.rebindable,
             )
         )
 
@@ -374,6 +375,7 @@ def _understood(intent: WantIntent) -> dict[str, Any]:
         "remote_request_id": intent.holder_request_id,
         "transfer_id": intent.transfer_id,
         "part": intent.part,
+        "binding": intent.binding,
     }
     if isinstance(intent, PushIntent) and intent.reads:
         params["transfer_mode"] = TransferMode.PULL.value

@@ -116,6 +116,7 @@ class FakeEngine:
         self.error: str | None = None
         self.plan = plan
         self.rejection = rejection
+        self.computed: dict[str, tuple[int, int]] = {}
         self.numbers: dict[str, float] = {"running": 2, "generated_tokens": 7, "other": 1}
         self.submitted: list[GenerationRequest] = []
         self.aborted: list[RequestId] = []
@@ -144,6 +145,9 @@ class FakeEngine:
 
     def stats(self) -> dict[str, float]:
         return self.numbers
+
+    def progress(self, transfer_id: str) -> tuple[int, int] | None:
+        return self.computed.get(transfer_id)
 
     def _run(self, context: Context) -> None:
         for event in self.plan(context):

@@ -312,6 +312,7 @@ def test_instance_and_story():
         "engine_id": "e1",
         "side_channel_port": 5600,
         "role": "prefill",
+        "draining": False,
     }
     assert call(app, "GET", "/kvcourier/story/a%2Fb").json()[0]["what"] == "registered"
     assert call(app, "GET", "/kvcourier/story/other").status_code == 404

@@ -137,7 +137,7 @@ def create_app(
             Route("/health", health),
             Route("/metrics", show_metrics),
             Route("/drain", Drain(engine, active).serve, methods=["GET", "POST", "DELETE"]),
-            *_endpoint_routes(endpoint, role, active, diary),
+            *_endpoint_routes(endpoint, role, active, diary, engine),
         ],
         exception_handlers={
             ApiError: _show_api_error,
@@ -231,7 +231,11 @@ class _GenerationRoutes:
 
 
 def _endpoint_routes(
-    endpoint: Endpoint | None, role: str, active: ActiveGenerations, diary: Diary
+    endpoint: Endpoint | None,
+    role: str,
+    active: ActiveGenerations,
+    diary: Diary,
+    engine: ServedEngine,
 ) -> list[Route]:
     async def instance(_: Request) -> Response:
         if endpoint is None:
@@ -251,6 +255,13 @@ def _endpoint_routes(
         answer.headers.update(diary.clock_header())
         return answer
 
+    async def progress(request: Request) -> Response:
+        transfer_id = request.path_params["transfer_id"]
+        found = engine.progress(TransferId(transfer_id))
+        if found is None:
+            raise ApiError(404, f"no prompt of transfer {transfer_id[:200]!r} is computed here")
+        return json_response({"num_tokens": found[0], "num_prompt_tokens": found[1]})
+
     async def let_go(request: Request) -> Response:
         transfer_id = request.path_params["transfer_id"]
         if endpoint is None or not endpoint.let_go(TransferId(transfer_id)):
@@ -260,6 +271,7 @@ def _endpoint_routes(
     return [
         Route("/kvcourier/instance", instance),
         Route("/kvcourier/transfers/{transfer_id:path}", let_go, methods=["DELETE"]),
+        Route("/kvcourier/transfers/{transfer_id:path}", progress),
         # A request id is the client's choice and may contain slashes.
         Route("/kvcourier/story/{key:path}", story),
     ]

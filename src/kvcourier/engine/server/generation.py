@@ -24,7 +24,7 @@ from kvcourier.engine.server.job import Job
 from kvcourier.engine.server.metrics import AnswerTimer, ServerMetrics
 from kvcourier.engine.text import Decode, TextStream
 from kvcourier.errors import KVCourierError, ParamsError, clip
-from kvcourier.ids import RequestId
+from kvcourier.ids import RequestId, TransferId
 from kvcourier.openai import FinishReason as ShownFinishReason
 from kvcourier.runtime.diary import Diary
 
@@ -52,6 +52,9 @@ class ServedEngine(Protocol):
     def abort(self, request_id: RequestId) -> None: ...
 
     def stats(self) -> Mapping[str, float]: ...
+
+    def progress(self, transfer_id: TransferId) -> tuple[int, int] | None:
+        """Prompt tokens computed for a transfer, and all; None if none is being computed."""
 
 
 class ClientGone(KVCourierError):
