@@ -125,6 +125,7 @@ def test_every_flag_arrives(tmp_path: Path) -> None:
         (("--kv-lease-duration", "31"), {"kv_lease_duration": 31.0}),
         (("--push-registration-timeout", "60"), {}),
         (("--kv-recompute-threshold", "64"), {"kv_recompute_threshold": 64}),
+        (("--bidirectional-kv-xfer",), {"bidirectional_kv_xfer": True}),
     ],
 )
 def test_only_what_is_not_a_default_is_named(flags: tuple[str, ...], extra: dict[str, Any]) -> None:
@@ -176,3 +177,9 @@ def test_the_help_has_an_example_for_both_roles() -> None:
     for role in ("prefill", "decode"):
         assert f"kvcourier vllm-config --role {role} --model" in text
     assert "--config" in text
+
+
+@pytest.mark.parametrize(("role", "kv_role"), [("prefill", "kv_both"), ("decode", "kv_consumer")])
+def test_who_fetches_earlier_turns_receives_as_well(role: str, kv_role: str) -> None:
+    flags = ("--role", role, "--bidirectional-kv-xfer")
+    assert transfer_config(*flags)["kv_role"] == kv_role

@@ -200,6 +200,24 @@ def test_kept_for_its_time_and_no_longer(tmp_path: Path, single: Engine, mode: s
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_between_caches_of_other_shapes_that_are_compared(
+    tmp_path: Path, single: Engine, mode: str
+) -> None:
+    flags = {
+        "prefill": (*FLAGS["prefill"], "--tp-size=2", "--block-size=32", "--kv-integrity=all"),
+        "decode": (*FLAGS["decode"], "--pp-size=2", "--kv-layout=HND", "--kv-integrity=all"),
+    }
+    with running_cluster(tmp_path, flags_by_role=flags) as shaped:
+        talk = Conversation(shaped.router, single, "shaped", mode)
+        for _ in range(3):
+            talk.turn()
+        assert fetched(shaped.prefill) == 2
+        assert shaped.prefill.metric("kvcourier_integrity_checks_total") > 0
+        assert shaped.prefill.metric("kvcourier_integrity_failures_total") == 0
+        assert misses(shaped.prefill) == {}
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_the_decode_instance_is_started_anew(tmp_path: Path, single: Engine, mode: str) -> None:
     with running_cluster(tmp_path, flags_by_role=FLAGS) as cluster:
         talk = Conversation(cluster.router, single, "anew", mode)

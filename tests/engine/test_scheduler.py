@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kvcourier.engine.blocks import BlockPool
 from kvcourier.engine.scheduler import Phase, Remote, Scheduler, Sequence
 from kvcourier.ids import RequestId
+from kvcourier.layout.geometry import TokenSpan
 
 BLOCK_SIZE = 4
 
@@ -241,6 +242,68 @@ def test_a_running_one_is_preempted_where_nothing_can_be_recalled() -> None:
     assert scheduler.counters.preemptions == 1
 
 
+def finish_and_keep(scheduler: Scheduler, sequence: Sequence) -> RequestId:
+    """Run it to its first token, and keep what is computed."""
+    scheduler.add(sequence)
+    run_step(scheduler)
+    name = RequestId(f"{sequence.request_id}/kept")
+    scheduler.keep(name, sequence.blocks)
+    sequence.blocks = []
+    scheduler.remove(sequence)
+    return name
+
+
+def test_what_is_kept_is_called_back_the_oldest_first_and_no_more_than_needed() -> None:
+    scheduler = make_scheduler(8)
+    names = [finish_and_keep(scheduler, make_sequence(i, 8)) for i in (1, 2, 3)]
+    assert scheduler.pool.num_free == 2
+    scheduler.add(make_sequence(4, 14))
+    assert run_step(scheduler) == []
+    assert scheduler.take_called_back() == names[:1]
+    assert run_step(scheduler) == [] and scheduler.take_called_back() == []
+    assert scheduler.take_back(names[0])
+    assert run_step(scheduler) == [(4, 0, 8)]
+    assert list(scheduler.kept) == names[1:]
+
+
+def test_a_running_one_waits_for_what_is_called_back_and_is_not_preempted() -> None:
+    scheduler = make_scheduler(4)
+    name = finish_and_keep(scheduler, make_sequence(1, 8))
+    scheduler.add(make_sequence(2, 8))
+    run_step(scheduler)
+    assert run_step(scheduler) == []
+    assert scheduler.take_called_back() == [name]
+    scheduler.take_back(name)
+    assert run_step(scheduler) == [(2, 8, 1)]
+    assert scheduler.counters.preemptions == 0
+
+
+def test_what_was_kept_is_found_by_the_next_turn() -> None:
+    scheduler = make_scheduler(20)
+    first = make_sequence(1, 8, seed=0)
+    name = finish_and_keep(scheduler, first)
+    for is_kept in (True, False):
+        turn = make_sequence(2 + is_kept, 12, seed=0)
+        scheduler.add(turn)
+        assert run_step(scheduler) == [(turn.arrival, 8, 4)]
+        scheduler.remove(turn)
+        if is_kept:
+            assert scheduler.take_back(name)
+    assert scheduler.pool.num_free == 20
+
+
+def test_of_a_history_only_what_is_held_is_received() -> None:
+    scheduler = make_scheduler(20)
+    sequence = make_sequence(1, 11)
+    sequence.remote = Remote(RequestId("1/fetched"), 6, threshold=3)
+    scheduler.add(sequence)
+    (admission,) = scheduler.admit_remote()
+    assert (admission.name, admission.span) == ("1/fetched", TokenSpan(0, 6))
+    assert len(admission.blocks) == 3, "for all of the prompt"
+    scheduler.received(sequence)
+    assert run_step(scheduler) == [(1, 6, 5)]
+
+
 def test_blocks_being_received_are_not_shared_before_they_came() -> None:
     scheduler = make_scheduler(20)
     first, second = (make_sequence(i, 9, Phase.WANTING, seed=0) for i in (1, 2))
@@ -302,6 +365,7 @@ def test_everybody_finishes_and_blocks_have_one_owner(
     kinds = {str(index): kind for index, (_, _, kind, _) in pending}
     goals = {str(index): prompt + answer for index, (prompt, answer, _, _) in pending}
     late: list[RequestId] = []  # lost loans that come back later
+    kept: dict[RequestId, bool] = {}  # answers kept for a later turn; whether they are called back
     live: dict[str, Sequence] = {}
     for _ in range(2000):
         if pending and world.random() < 0.5:
@@ -328,20 +392,33 @@ def test_everybody_finishes_and_blocks_have_one_owner(
         for request_id in [r for r in late if world.random() < 0.3]:
             late.remove(request_id)
             assert scheduler.take_back(request_id)
+        kept |= dict.fromkeys(scheduler.take_called_back(), True)
+        for name in [n for n, called in kept.items() if world.random() < (0.5 if called else 0.02)]:
+            del kept[name]
+            assert scheduler.take_back(name)
         batch = run_step(scheduler)
         assert sum(count for _, _, count in batch) <= max_batch_tokens
         assert len(scheduler.running) <= max_num_seqs
         for name, sequence in list(live.items()):
             aborted = kinds[name] == "abort" and world.random() < 0.3
             if aborted or len(sequence.tokens) >= goals[name]:
+                if not aborted and world.random() < 0.5:
+                    key = RequestId(f"{name}/kept")
+                    kept[key] = False
+                    scheduler.keep(key, sequence.blocks)
+                    sequence.blocks = []
                 scheduler.remove(sequence)
                 del live[name]
         held = [block for sequence in live.values() for block in sequence.blocks]
-        lent = [block for blocks in scheduler.loans.values() for block in blocks]
+        loans = scheduler.loans.items()
+        lent = [block for name, blocks in loans if name not in kept for block in blocks]
+        shared = {block for name, blocks in loans if name in kept for block in blocks}
         assert len(set(lent)) == len(lent)
         assert not set(held) & set(lent)
-        assert scheduler.pool.num_free == num_blocks - len(set(held)) - len(lent)
+        assert not shared & set(lent)
+        assert scheduler.pool.num_free == num_blocks - len(set(held) | shared) - len(lent)
         if not (pending or live or late):
             break
     assert not (pending or live or late)
+    assert all(scheduler.take_back(name) for name in kept)
     assert scheduler.pool.num_free == num_blocks

@@ -78,6 +78,7 @@ class VllmNode:
     kv_lease_duration: float = _TIMING.kv_lease_duration
     push_registration_timeout: float = _TIMING.push_registration_timeout
     kv_recompute_threshold: int | None = None
+    bidirectional_kv_xfer: bool = False
     kv_load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.FAIL
     tensor_parallel_size: int = 1
     vllm_flags: tuple[str, ...] = ()
@@ -116,6 +117,7 @@ def kv_transfer_config(node: VllmNode) -> dict[str, Any]:
         "kv_lease_duration": node.kv_lease_duration,
         "push_registration_timeout": node.push_registration_timeout,
         "kv_recompute_threshold": node.kv_recompute_threshold,
+        "bidirectional_kv_xfer": node.bidirectional_kv_xfer,
     }
     changed = {
         name: value for name, value in extra.items() if getattr(node, name) != defaults[name]
@@ -123,12 +125,18 @@ def kv_transfer_config(node: VllmNode) -> dict[str, Any]:
     config: dict[str, Any] = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
-        "kv_role": _KV_ROLES[node.role],
+        "kv_role": _kv_role(node),
         "engine_id": node.engine_id,
     }
     if node.kv_load_failure_policy is not LoadFailurePolicy.FAIL:
         config["kv_load_failure_policy"] = node.kv_load_failure_policy.value
     return config | {"kv_connector_extra_config": changed}
+
+
+def _kv_role(node: VllmNode) -> str:
+    """P receives as well where it fetches what D keeps of earlier turns."""
+    fetches = node.bidirectional_kv_xfer and node.role is NodeRole.PREFILL
+    return "kv_both" if fetches else _KV_ROLES[node.role]
 
 
 def serve_command(node: VllmNode) -> str:
@@ -209,6 +217,13 @@ def vllm_config(
         int | None,
         typer.Option(min=0, help="Missing prompt tokens that are computed rather than fetched."),
     ] = None,
+    bidirectional_kv_xfer: Annotated[
+        bool,
+        typer.Option(
+            "--bidirectional-kv-xfer",
+            help="Keep an answer's KV for the conversation's next turn, and fetch it; on both.",
+        ),
+    ] = False,
     kv_load_failure_policy: Annotated[
         LoadFailurePolicy, typer.Option(help="If KV does not come.")
     ] = LoadFailurePolicy.FAIL,
@@ -241,6 +256,7 @@ def vllm_config(
         kv_lease_duration=kv_lease_duration,
         push_registration_timeout=push_registration_timeout,
         kv_recompute_threshold=kv_recompute_threshold,
+        bidirectional_kv_xfer=bidirectional_kv_xfer,
         kv_load_failure_policy=kv_load_failure_policy,
         tensor_parallel_size=tensor_parallel_size,
         vllm_flags=tuple(vllm_flags or ()),
