@@ -164,7 +164,7 @@ async def run(options: argparse.Namespace) -> int:
             log_folder=options.logs,
             log_name="turns",
             start_timeout_s=options.start_timeout,
-            flags=("--enforce-eager", "--gpu-memory-utilization", "0.8"),
+            flags=("--enforce-eager", "--gpu-memory-utilization", options.gpu_memory_utilization),
         )
         results = []
         async with ServerPair(spec) as servers:
@@ -245,6 +245,9 @@ def main() -> int:
     parser.add_argument("--histories", type=int, nargs="+", default=[8000, 24000])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--gpus", nargs=2, default=["0", "1"])
+    parser.add_argument(
+        "--gpu-memory-utilization", default="0.8", help="0.4 where both share a GPU"
+    )
     parser.add_argument("--port", type=int, default=8300)
     parser.add_argument("--side-channel-port", type=int, default=5700)
     parser.add_argument("--start-timeout", type=float, default=240.0)
