@@ -32,7 +32,7 @@ from kvcourier.story.accounts import (
 )
 from kvcourier.story.timeline import Timeline, make_timeline
 
-LOOKS = 5
+LOOKS = 10
 """Questions to each: the shortest round trip tells most of the clock."""
 
 _MAX_ANSWER_BYTES = 4 << 20
