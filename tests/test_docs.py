@@ -18,6 +18,7 @@ from kvcourier import config
 from kvcourier.config import CourierConfig, EndpointConfig, Limits, Timing
 from kvcourier.core import handshake, inquiry, messages, params
 from kvcourier.doctor.checks import CHECKS
+from kvcourier.tracing.otel import VARIABLES
 
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(kvcourier.__file__).parent
@@ -283,7 +284,7 @@ def test_configuration_names_every_environment_variable() -> None:
         row[0].strip("`") for row in table_rows(section(CONFIGURATION, "Environment variables"))
     }
     honoured = {config.SIDE_CHANNEL_HOST_VARIABLE, config.SIDE_CHANNEL_PORT_VARIABLE}
-    assert rows == honoured | {"variable"}
+    assert rows == honoured | set(VARIABLES) | {"variable"}
 
 
 # The doctor.

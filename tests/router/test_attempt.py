@@ -76,6 +76,7 @@ async def test_a_leg_that_is_cancelled_before_it_begins_leaves_nothing_behind():
         running=set(),
         background=set(),
         diary=Diary(Limits()),
+        tracing=None,
     )
     call = ClientCall(
         "/v1/completions",

@@ -32,11 +32,16 @@ from kvcourier.http_server import bind, serve_until_stopped
 from kvcourier.ids import EngineId
 from kvcourier.layout.geometry import CacheLayout
 from kvcourier.runtime.channel_keys import read_keys
+from kvcourier.tracing.otel import tracing_of
 
 if TYPE_CHECKING:
     from kvcourier.engine.config import EngineConfig
     from kvcourier.engine.kv_cache import KVCache
     from kvcourier.runtime.endpoint import KvEndpoint
+
+
+SERVICE = "kvcourier-instance"
+"""How its spans call it, where the environment (OTEL_SERVICE_NAME) does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +92,7 @@ class InstanceSettings:
     decoder_kv_blocks_ttl: float
     posting: Posting
     fragment: float
+    otlp_traces_endpoint: str | None = None
 
     @property
     def api_name(self) -> str:
@@ -123,6 +129,7 @@ def run_instance(settings: InstanceSettings) -> None:
             contextlib.closing(Engine(model, engine_config, endpoint, cache=cache))
         )
         engine.start()
+        tracing = stack.enter_context(tracing_of(SERVICE, settings.otlp_traces_endpoint))
         app = create_app(
             engine,
             model.tokenizer,
@@ -132,6 +139,7 @@ def run_instance(settings: InstanceSettings) -> None:
             served_model_name=settings.api_name,
             registry=registry,
             api_keys=settings.api_keys,
+            tracing=tracing,
         )
         serve_until_stopped(app, listener)
 

@@ -178,6 +178,14 @@ def route(
             "one. Default: nobody may.",
         ),
     ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where spans go, by OTLP over HTTP. Default: as the variables OTEL_* say; without "
+            "them there are none.",
+        ),
+    ] = None,
     config: ConfigFile = None,
 ) -> None:
     """Speak the OpenAI API in front of prefill and decode instances.
@@ -198,6 +206,7 @@ def route(
     """
     from kvcourier.http_server import bind, serve_until_stopped
     from kvcourier.router.app import create_app
+    from kvcourier.tracing.otel import tracing_of
 
     settings = RouterConfig(
         prefill=tuple(parse_instance_spec(text) for text in prefill or ()),
@@ -233,4 +242,6 @@ def route(
             None if instance_api_key_file is None else read_api_keys(instance_api_key_file)[0]
         ),
     )
-    serve_until_stopped(create_app(settings), bind(host, port))
+    listener = bind(host, port)
+    with tracing_of("kvcourier-router", otlp_traces_endpoint) as tracing:
+        serve_until_stopped(create_app(settings, tracing), listener)

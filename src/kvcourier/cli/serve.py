@@ -273,6 +273,14 @@ def serve(
             "transfers of scattered caches.",
         ),
     ] = 0.0,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where spans go, by OTLP over HTTP. Default: as the variables OTEL_* say; without "
+            "them there are none.",
+        ),
+    ] = None,
     config: ConfigFile = None,
 ) -> None:
     """Serve one model through the OpenAI API, as a prefill or a decode instance or both.
@@ -346,6 +354,7 @@ def serve(
             decoder_kv_blocks_ttl=decoder_kv_blocks_ttl,
             posting=posting,
             fragment=fragment,
+            otlp_traces_endpoint=otlp_traces_endpoint,
         )
     )
 

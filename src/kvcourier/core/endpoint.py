@@ -400,6 +400,7 @@ class Endpoint:
         self._space.note(
             request_id,
             "posted",
+            id=event.operation_id,
             operation="WRITE" if side == "hold" else "READ",
             peer=str(peer),
             pieces=event.num_pieces,
@@ -417,8 +418,10 @@ class Endpoint:
         owner = self._space.flights.land(operation_id)
         match owner[0]:
             case "hold":
+                self._note_end(owner[1], operation_id, reason)
                 self._holder.on_landed(owner, reason)
             case "want":
+                self._note_end(owner[1], operation_id, reason)
                 self._wanter.on_operation_ended(owner, reason)
             case _ if reason is None:
                 raise LocalProtocolError(f"operation {operation_id}: a digest was expected")
@@ -426,6 +429,14 @@ class Endpoint:
                 self._holder.on_digest_refused(owner, reason)
             case _:
                 self._wanter.on_digest_refused(owner, reason)
+
+    def _note_end(
+        self, request_id: RequestId, operation_id: OperationId, reason: str | None
+    ) -> None:
+        if reason is None:
+            self._space.note(request_id, "completed", id=operation_id)
+        else:
+            self._space.note(request_id, "operation_failed", id=operation_id, reason=reason)
 
     def _on_digest_taken(self, operation_id: OperationId, digest: int) -> None:
         if self._space.flights.owner(operation_id) is None:

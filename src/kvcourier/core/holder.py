@@ -746,6 +746,8 @@ class Holder:
         self._ended.remember(hold)
         if hold.lent:
             self._space.tell(Side.HOLD, hold.request_id, Outcome.RELEASED, block_ids=hold.block_ids)
+        else:
+            self._space.note(hold.request_id, "dropped")
 
     def _has_waited_too_long(self, hold: Hold) -> bool:
         """Whether nobody has asked for its KV for so long that its lease is renewed no more."""

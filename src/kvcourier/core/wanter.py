@@ -700,6 +700,8 @@ class Wanter:
         self._space.leave_peer(want.address, want.request_id)
         if had_blocks:
             self._space.tell(Side.WANT, want.request_id, Outcome.RELEASED, block_ids=want.block_ids)
+        else:
+            self._space.note(want.request_id, "dropped")
 
     def _on_overdue(self, request_id: RequestId) -> None:
         want = self._wants[request_id]

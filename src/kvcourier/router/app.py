@@ -46,6 +46,7 @@ from kvcourier.router.pages import Pages
 from kvcourier.router.prompts import prompt_of
 from kvcourier.router.sides import NO_PROMPT, Side
 from kvcourier.router.upstream import Upstream, make_client
+from kvcourier.tracing.interface import Tracing
 
 _log = logging.getLogger(__name__)
 
@@ -53,8 +54,8 @@ _CALL_PATHS = ("/v1/completions", "/v1/chat/completions")
 _FILE_PERIOD_S = 1.0
 
 
-def create_app(config: RouterConfig) -> Starlette:
-    """The router as an ASGI app.
+def create_app(config: RouterConfig, tracing: Tracing | None = None) -> Starlette:
+    """The router as an ASGI app; `tracing` takes the spans of its dispatches.
 
     Its lifespan starts asking the instances about themselves, and ends all that it started. An
     instance that is not up yet is no error.
@@ -74,7 +75,7 @@ def create_app(config: RouterConfig) -> Starlette:
     conversations = Conversations(config.conversations, time.monotonic)
     metrics.conversations.set_function(lambda: len(conversations))
     upstream = Upstream(client, config.timeouts, config.limits)
-    services = Services(config, upstream, sides, metrics, conversations)
+    services = Services(config, upstream, sides, metrics, conversations, tracing=tracing)
     membership = Membership(sides, make)
     file = None
     if config.instances_file is not None:

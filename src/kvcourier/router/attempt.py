@@ -64,9 +64,10 @@ from kvcourier.router.metrics import RouterMetrics
 from kvcourier.router.pace import bind_after_s, look_again_s
 from kvcourier.router.prompts import Prompt
 from kvcourier.router.sides import NO_PROMPT, Side
-from kvcourier.router.telling import told_of
+from kvcourier.router.story import DispatchStory
 from kvcourier.router.upstream import Upstream
 from kvcourier.runtime.diary import Diary
+from kvcourier.tracing.interface import Tracing
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class Services:
     background: set[asyncio.Task[None]] = field(default_factory=set)
     running: set["Attempt"] = field(default_factory=set)
     diary: Diary = field(default_factory=lambda: Diary(Limits()))
+    tracing: Tracing | None = None
 
     def begin_stop(self) -> None:
         """End what runs, each client being told; on the event loop."""
@@ -171,6 +173,7 @@ class Attempt:
         )
         self.failure: ReplyError | None = None
         self._dispatch = Dispatch(self._call)
+        self._story = DispatchStory(services.diary, services.tracing, self._call)
         self._events: asyncio.Queue[tuple[int | None, Event]] = asyncio.Queue()
         self._num_decode_legs = 0
         self._took = 0, 0.0
@@ -199,7 +202,7 @@ class Attempt:
         timer = loop.call_at(end_s, self._post, TimeUp())
         self._left.add_done_callback(self._on_left)
         self._services.running.add(self)
-        self._begin_story()
+        self._story.begin()
         try:
             await self._perform(self._dispatch.start())
             while self._outcome is None:
@@ -234,7 +237,7 @@ class Attempt:
             # Of a leg that was given up for another.
             return
         self._judge(event)
-        self._tell(event)
+        self._story.happened(event)
         if isinstance(event, PrefillAnswered) and event.answer.ok:
             self._compare(event)
             self._chosen[_P].work.pace.learn(*self._took)
@@ -254,7 +257,7 @@ class Attempt:
 
     async def _perform(self, actions: list[Action]) -> None:
         for action in actions:
-            self._tell(action)
+            self._story.happened(action)
             match action:
                 case StartPrefill():
                     self._start_prefill(prefill_leg(self._call))
@@ -305,28 +308,11 @@ class Attempt:
             self._keeps_prefill = keeps
             self._chosen[_P].work.num_kept += 1 if keeps else -1
 
-    def _begin_story(self) -> None:
-        name, diary = self._call.transfer_id, self._services.diary
-        diary.alias(self._call.request_id, name)
-        diary.note(
-            name,
-            "dispatched",
-            request_id=self._call.request_id,
-            transfer_id=name,
-            mode=self._client.mode.value,
-            binding=self._client.binding.value,
-        )
-
-    def _tell(self, happening: Event | Action) -> None:
-        if (told := told_of(happening)) is not None:
-            self._note_story(*told)
-
-    def _note_story(self, what: str, details: Mapping[str, Any]) -> None:
-        self._services.diary.note(self._call.transfer_id, what, **details)
-
     def _start_prefill(self, leg: Leg) -> None:
         self._keep_prefill(True)
-        url = self._chosen[_P].spec.url + self._client.path
+        prefill = self._chosen[_P].spec
+        leg = self._story.sent(_P, prefill.url, leg)
+        url = prefill.url + self._client.path
         upstream = self._services.upstream
         self._start(LegName.PREFILL, lambda: upstream.prefill(url, leg, self._post))
 
@@ -371,6 +357,7 @@ class Attempt:
         self._num_decode_legs += 1
         post = partial(self._post, decode_leg=self._num_decode_legs)
         leg = decode_leg(self._call, params, decode.spec.dp_rank)
+        leg = self._story.sent(LegName.DECODE, decode.spec.url, leg)
         url = decode.spec.url + call.path
         upstream = self._services.upstream
         self._start(
@@ -381,7 +368,6 @@ class Attempt:
     def _start(self, leg: LegName, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
         # Not yet the coroutine itself: a leg that is cancelled before its task begins, as when the
         # client leaves in that moment, would leave it behind, never awaited.
-        self._note_story(f"{leg}_sent", {"to": self._chosen[leg].spec.url})
         self._tasks[leg] = asyncio.create_task(self._timed(leg, self._chosen[leg], send))
 
     async def _timed(

@@ -35,6 +35,7 @@ from kvcourier.engine.server.job import JobReader
 from kvcourier.engine.server.metrics import EngineCollector, ServerMetrics
 from kvcourier.engine.server.prompts import PromptReader, Tokenizer
 from kvcourier.engine.server.render import Renderer
+from kvcourier.engine.server.traces import RequestTraces, StoryTeller
 from kvcourier.errors import ParamsError
 from kvcourier.ids import RequestId, TransferId
 from kvcourier.openai import (
@@ -45,6 +46,7 @@ from kvcourier.openai import (
 )
 from kvcourier.runtime.diary import Diary
 from kvcourier.runtime.interface import Endpoint, let_holder_go
+from kvcourier.tracing.interface import Tracing
 
 DEFAULT_MAX_BODY_BYTES = 16 << 20
 _LIVENESS_PERIOD_S = 0.25
@@ -62,6 +64,7 @@ def create_app(
     registry: CollectorRegistry | None = None,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     api_keys: ApiKeys | None = None,
+    tracing: Tracing | None = None,
 ) -> Starlette:
     """The server as an ASGI application; run it with `serve`.
 
@@ -75,11 +78,13 @@ def create_app(
         registry: takes the metrics of this server and of `engine.stats()`; by default a new one.
         max_body_bytes: longer bodies get HTTP 413.
         api_keys: of which a call must have one, but for /health and /metrics; None: open to all.
+        tracing: takes a span of each request, and of what it went through.
     """
     registry = CollectorRegistry() if registry is None else registry
     registry.register(EngineCollector(engine.stats, served_model_name))
     active = ActiveGenerations()
     diary = Diary(limits)
+    traces = None if tracing is None else RequestTraces(tracing, StoryTeller(endpoint, diary))
     generation_routes = _GenerationRoutes(
         engine=engine,
         tokenizer=tokenizer,
@@ -96,6 +101,7 @@ def create_app(
         endpoint=endpoint,
         limits=limits,
         diary=diary,
+        traces=traces,
     )
     text = metrics_text or (lambda: generate_latest(registry))
     models = ModelList(
@@ -122,11 +128,14 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        liveness = asyncio.create_task(_watch_engine(engine, active))
+        watches = [asyncio.create_task(_watch_engine(engine, active))]
+        if traces is not None:
+            watches.append(asyncio.create_task(traces.watch()))
         try:
             yield
         finally:
-            liveness.cancel()
+            for watch in watches:
+                watch.cancel()
             active.stop()
 
     app = Starlette(
@@ -168,9 +177,11 @@ class _GenerationRoutes:
         endpoint: Endpoint | None,
         limits: Limits,
         diary: Diary,
+        traces: RequestTraces | None,
     ) -> None:
         self._endpoint = endpoint
         self._diary = diary
+        self._traces = traces
         self._limits = limits
         self._engine = engine
         self._tokenizer = tokenizer
@@ -211,6 +222,8 @@ class _GenerationRoutes:
         generation = Generation(
             job, self._engine, self._decode, self._metrics, arrival, self._diary
         )
+        if self._traces is not None:
+            self._traces.follow(job, request.headers.items())
         renderer = Renderer(generation, self._served_model_name)
         return GenerationAnswer(generation, renderer, self._active, self._metrics)
 
@@ -245,8 +258,7 @@ def _endpoint_routes(
 
     async def story(request: Request) -> Response:
         key = request.path_params["key"]
-        moved = endpoint.story(key) if endpoint is not None else None
-        entries = sorted([*(moved or ()), *diary.story(key)], key=lambda each: each["at_unix_s"])
+        entries = StoryTeller(endpoint, diary).story(key)
         if entries:
             answer = json_response(entries)
         else:
