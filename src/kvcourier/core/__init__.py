@@ -8,7 +8,7 @@ Reading path: `events` and `commands` (inputs and outputs), `endpoint` (the four
 (all states and transitions), `outcomes`. Then one side: `holder` with `holds`, `deliveries`,
 `rendezvous` and `leases`, or `wanter` with `wants`, `asks` and `coverage`. Shared by both:
 `workspace`, `peers`, `flights`, `deadlines`, `stories`. At the border: `messages`, `handshake`,
-`params`.
+`params`; `histories` and `token_proof` say how much of an offered history a prompt may use.
 
 Common changes:
 - a state or transition: the table and `EXITS_BY_TIME` in `lifecycle`, the side that takes it, the

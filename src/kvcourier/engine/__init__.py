@@ -5,7 +5,8 @@ Decides what is computed and when. Refuses to know how KV travels between instan
 Reading path: `api` (requests and events), `scheduler` and `blocks` (pure), `kv_cache` and
 `attention` (the paged memory and the function that transformers models call), `models` and
 `random_model` (where models come from), `runner` and `sampler` (one step), `admission` (what can
-never be served), `engine` (the thread that joins them). The OpenAI server is `server`; `text` turns
+never be served), `turns` (what is kept and fetched of conversations), `engine` (the thread that
+joins them). The OpenAI server is `server`; `text` turns
 tokens into text that can be streamed.
 
 Common changes: a new setting touches `config`, `cli.serve` and `cli.instance`; a new kind of

@@ -5,7 +5,8 @@ fails. Refuses to know models, prompts and KV caches: what only an instance can 
 
 Reading path: `dispatch` (what happens on each event of a dispatch), `events` (its words), `legs`
 (what each instance is sent), `intake` (what a client may ask), `policy` (which instances serve it),
-`prompts` and `load` (what a policy goes by), `breaker` (who is left alone): these are pure. Then
+`prompts` and `load` (what a policy goes by), `breaker` (who is left alone), `conversations`
+(what a turn leaves for the next): these are pure. Then
 `exchange` (one client call), `attempt` (drives one dispatch of it), `upstream` (one leg over HTTP),
 `instances` (what is known of each instance), `sides` (who is there), `membership` (who comes and
 goes), `answers` (what the router itself says), `app`, `pages` and `admin` (routes), `config`,
