@@ -4,8 +4,12 @@ Needs an environment that `tests/vllm/install.py` makes; `make test-vllm` does b
 instance generates by itself is the reference.
 """
 
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -136,3 +140,28 @@ def test_a_client_that_leaves_before_prefill_began(pair: tuple[Vllm, Vllm]) -> N
     with served(routers(pair)["push proxy"]) as url:
         prompt = list(range(100, 160))
         assert tokens(url, prompt) == tokens(prefill.url, prompt)
+
+
+@pytest.mark.slow
+def test_a_trial_of_push_against_pull_says_what_it_knows(
+    pair: tuple[Vllm, Vllm], tmp_path: Path
+) -> None:
+    out = tmp_path / "trial.json"
+    with served(routers(pair)["kvcourier route, pull"]) as url:
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "kvcourier", "trial", f"{url}#pull", f"{url}#push"),
+                *("--input-tokens=64", "--qps=2", "--requests=2", "--turns=2"),
+                *("--output-tokens=4", "--warm-up=1", f"--json={out}"),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_S * 2,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert [(row["n"], row["failures"]) for row in found["rows"]] == [(4, 0), (4, 0)]
+    # vLLM tells no stories, so when prefill has ended is not known, and that is said.
+    assert "the instances do not tell when prefill ended" in done.stdout
+    assert found["decision"]["advice"] == "undecided: measure longer"
+    assert "--mode=push" in done.stdout
