@@ -57,7 +57,9 @@ def test_a_healthy_pair_has_no_trouble(pair: tuple[Vllm, Vllm], told: bool) -> N
     for server in pair:
         assert server.metric("vllm:nixl_num_failed_transfers_total") == 0
         wait_until(lambda server=server: server.metric("vllm:kv_cache_usage_perc") == 0, 10)
-        assert server.metric("vllm:nixl_num_kv_expired_reqs_total") == 0
+        # What was learnt from a prompt is let go of once NIXL is loaded, which on a machine that is
+        # busy enough takes as long as a lease.
+        assert server.metric("vllm:nixl_num_kv_expired_reqs_total") <= (0 if told else 1)
 
 
 def test_without_prompts_what_was_not_asked_is_said(pair: tuple[Vllm, Vllm]) -> None:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from kvcourier.core.handshake import judge
 from kvcourier.doctor import parent
 from kvcourier.doctor.errands import FetchedTwice, FetchTwice, NixlTried, TryNixl
-from kvcourier.doctor.facts import AnswerFacts, Facts, InstanceFacts, Visit, pair_name
+from kvcourier.doctor.facts import AnswerFacts, Facts, InstanceFacts, Role, Visit, pair_name
 from kvcourier.doctor.gather import Question, ask_side_channel, read_place
 from kvcourier.doctor.local import look_around
 from kvcourier.doctor.pages import NotAnswered, Pages
@@ -53,18 +53,22 @@ def attempt(
     )
     facts = dataclasses.replace(facts, machine=look_around(), nixl=tried)
     works = tried.told is not None and not tried.told.problem
-    if works:
-        facts = dataclasses.replace(
-            facts,
-            prefill=tuple(_learn_place(one, question, pages) for one in facts.prefill),
-            decode=tuple(_learn_place(one, question, pages) for one in facts.decode),
-        )
-    visits = []
+    met: list[InstanceFacts] = []
+    visits: list[Visit] = []
     for one in facts.instances:
+        if works:
+            one = _learn_place(one, question, pages)
+        met.append(one)
         if one.engine.is_ours:
             on_step(f"fetching KV from {one.name}")
+            # At once: whoever fetches lets go of the prompt by which the place was learnt.
             visits.append(_visit(one, question, works))
-    facts = dataclasses.replace(facts, visits=tuple(visits))
+    facts = dataclasses.replace(
+        facts,
+        prefill=tuple(one for one in met if one.role is Role.PREFILL),
+        decode=tuple(one for one in met if one.role is Role.DECODE),
+        visits=tuple(visits),
+    )
     on_step("sending prompts through P and D")
     return _send_prompts(facts, question, pages, open_router)
 
