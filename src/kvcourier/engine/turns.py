@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvcourier.core.histories import Miss, usable_tokens
 from kvcourier.core.outcomes import Cause
-from kvcourier.core.params import History, PullIntent
+from kvcourier.core.params import History, Intent, PullIntent, PushIntent
 from kvcourier.core.token_proof import prove
 from kvcourier.engine.config import EngineConfig
 from kvcourier.engine.scheduler import Remote, Scheduler, Sequence
@@ -101,13 +101,14 @@ class Turns:
 
     # Keeping (D).
 
-    def keep(self, intent: PullIntent | object, sequence: Sequence) -> dict[str, object] | None:
+    def keep(self, intent: Intent | None, sequence: Sequence) -> dict[str, object] | None:
         """A request has ended well: keep what is computed of it, if that is wanted.
 
         Takes the sequence's blocks; returns the `kv_transfer_params` to answer with.
         """
         num_tokens = sequence.num_computed
-        if not (self._config.bidirectional_kv_xfer and getattr(intent, "keeps", False)):
+        wants = isinstance(intent, PullIntent | PushIntent) and intent.keeps
+        if not (self._config.bidirectional_kv_xfer and wants):
             return None
         proof = prove(sequence.tokens[:num_tokens])
         if not proof.num_tokens:
@@ -120,8 +121,11 @@ class Turns:
         try:
             params = self._endpoint.keep_history(name, [kept], num_tokens, ttl_s, proof)
         except Exception:
+            # The answer is good all the same.
+            logger.exception("request %s: its KV could not be kept", sequence.request_id)
+            self._endpoint.abort(name)
             self._scheduler.take_back(name)  # it raised, so nothing was handed over
-            raise
+            return None
         self.counters.histories_kept += 1
         return params
 
