@@ -291,6 +291,9 @@ class FakeEndpoint:
                 if want is not None and not want.is_over:
                     self._wire.end_want(key, Outcome.RECEIVE_FAILED, "aborted by P")
             if want is not None and want.endpoint is self and not want.is_over:
+                if want.blocks is None and hold is not None and not hold.is_over:
+                    # Before it has blocks, an abort is a good-bye as well.
+                    self._wire.end_hold(key, Outcome.SENT)
                 # While the wire is paused, something may still be writing.
                 self._wire.end_want(key, None, release=not self._wire.is_paused)
 

@@ -362,7 +362,7 @@ def test_a_refused_request_lets_its_holder_go() -> None:
         joined.start_prefill("a", random_prompt(50)).finish()
         with pytest.raises(RequestRejected, match="context of 40 tokens"):
             joined.start_push("a", random_prompt(50))
-        assert joined.decode.endpoint.calls == [("expect", "d/a"), ("decline", "d/a")]
+        assert joined.decode.endpoint.calls == [("expect", "d/a"), ("abort", "d/a")]
         joined.assert_all_returned()
 
 

@@ -8,6 +8,7 @@ A history is used as far as its proof shows that it is of this prompt's tokens, 
 that its reference names. Whatever is missing of it is computed.
 """
 
+import contextlib
 import logging
 import threading
 from collections import Counter
@@ -21,7 +22,7 @@ from kvcourier.engine.config import EngineConfig
 from kvcourier.engine.scheduler import Remote, Scheduler, Sequence
 from kvcourier.errors import ParamsError
 from kvcourier.ids import RequestId, fetched_as, kept_as
-from kvcourier.runtime.interface import Endpoint, let_holder_go
+from kvcourier.runtime.interface import Endpoint
 from kvcourier.runtime.reports import Outcome, Report
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,9 @@ class Turns:
         if isinstance(usable, Miss):
             self._miss(usable)
             if history.is_proven:
-                let_holder_go(self._endpoint, name, history.source)
+                with contextlib.suppress(ParamsError):
+                    self._endpoint.expect(name, history.source)
+                    self._endpoint.decline(name)
             return None
         try:
             self._endpoint.expect(name, history.source)
