@@ -9,7 +9,8 @@ wrong, as data), `world` (a plan brought about), `invariants` and `timeliness` (
 the same), `instance` (a place, a life at a time), `engine`, `scheduler`, `blocks`, `content` and
 `memory` (an engine that computes real bytes), `router` (clients and legs), `network`,
 `side_channel` and `data_path` (what arrives when), `timeline` (virtual time), `shrink` (the faults
-that matter).
+that matter). `fleet` has a router of its own, which decides by the pure functions of
+`kvcourier.router`; `binding` measures with it.
 
 Common changes: a new fault is a class in `faults`, brought about by `network` or `world`, and drawn
 in `draw`; a new invariant goes into `invariants`; a new message of the protocol needs nothing here.

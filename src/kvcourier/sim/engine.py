@@ -72,6 +72,7 @@ class Answer:
 class _Live:
     sequence: SimSequence
     on_end: Callable[[Answer], None]
+    on_token: Callable[[], None]
     prompt: tuple[int, ...] = ()
     tokens: list[int] = field(default_factory=list)
     keeps: bool = False
@@ -135,6 +136,7 @@ class SimEngine:
         max_tokens: int,
         intent: Intent | None,
         on_end: Callable[[Answer], None],
+        on_token: Callable[[], None] = lambda: None,
     ) -> None:
         """Take a request. Raises ParamsError if its endpoint refuses it."""
         sequence = SimSequence(
@@ -158,7 +160,7 @@ class SimEngine:
         self._num_arrived += 1
         keeps = intent is not None and not isinstance(intent, HoldIntent) and intent.keeps
         keeps = keeps and self._settings.keep_s > 0
-        self._live[request_id] = _Live(sequence, on_end, tuple(prompt), keeps=keeps)
+        self._live[request_id] = _Live(sequence, on_end, on_token, tuple(prompt), keeps=keeps)
         self.scheduler.add(sequence)
         self.wake()
 
@@ -298,6 +300,7 @@ class SimEngine:
         token = next_token(sequence.hashes[-1], VOCAB_SIZE)
         live.tokens.append(token)
         sequence.append(token)
+        live.on_token()
         if sequence.num_generated == sequence.max_tokens:
             self._end(live)
 

@@ -15,14 +15,14 @@ class Timeline:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._serial = itertools.count()
 
-    def at(self, when: float, what: Callable[[], None]) -> None:
+    def at(self, when: float, what: Callable[[], object]) -> None:
         """Have `what` called at this time, or now if that is over."""
         heapq.heappush(self._due, (max(when, self.now), next(self._serial), what))
 
-    def after(self, seconds: float, what: Callable[[], None]) -> None:
+    def after(self, seconds: float, what: Callable[[], object]) -> None:
         """Have `what` called so many seconds from now."""
         self.at(self.now + seconds, what)
 
