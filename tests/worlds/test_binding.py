@@ -8,6 +8,7 @@ NUM_CALLS = 24
 SEED = 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS)
 def test_every_call_is_served_and_a_run_can_be_repeated(row: str) -> None:
     """That each answer has the right tokens, `run` itself requires."""
@@ -16,6 +17,7 @@ def test_every_call_is_served_and_a_run_can_be_repeated(row: str) -> None:
     assert run(SEED, ROWS[row], NUM_CALLS) == first
 
 
+@pytest.mark.slow
 def test_binding_anew_saves_prefills() -> None:
     early, near = (run(SEED, ROWS[row], 60) for row in ("push, early", "push, near"))
     assert near.num_rebinds > 0
