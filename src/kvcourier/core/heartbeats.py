@@ -33,9 +33,10 @@ class Heartbeats:
     def on_renewed(self, message: Renewed) -> None:
         """A holder's answer."""
         peer = message.sender.peer()
+        unasked = message.serial == UNASKED
         for request_id in message.finished:
-            self._wanter.on_finished(peer, RequestId(request_id))
-        if message.serial == UNASKED:
+            self._wanter.on_finished(peer, RequestId(request_id), unasked=unasked)
+        if unasked:
             return
         asked_at = self._asked_at.pop((peer, message.serial), None)
         if asked_at is None:

@@ -304,7 +304,9 @@ class Holder:
         for item in message.items:
             request_id = RequestId(item.request_id)
             hold = self._find(item.name, peer, request_id)
-            delivery = self._by_delivery.get((peer, request_id))
+            # Whoever says what it READs does so now: what became of a write before that is past.
+            reads = item.blocks is not None
+            delivery = None if reads else self._by_delivery.get((peer, request_id))
             if hold is not None and hold.state is HoldState.HELD:
                 finished.append(item.request_id)
             self._note_asker(hold or item.name, peer, request_id)

@@ -267,7 +267,7 @@ class Wanter:
             self._ignore()
             return
         link.acknowledged = True
-        self.on_finished(link.peer, want.request_id)
+        self.on_finished(link.peer, want.request_id, unasked=False)
         link.offer = Offer(
             HoldId(message.hold_id), groups_of(message.block_ids), message.num_tokens
         )
@@ -327,13 +327,14 @@ class Wanter:
         self._give_back_if_fenced(want)
         self._release_if_quiet(want)
 
-    def on_finished(self, peer: PeerRank, request_id: RequestId) -> None:
+    def on_finished(self, peer: PeerRank, request_id: RequestId, *, unasked: bool) -> None:
         """A source rank has computed all of the prompt, and keeps it for us."""
         want, link = self._match(peer, request_id)
         if want is None or link is None:
             return
-        if want.state is WantState.PROVING and not link.confirmed:
-            # We were faster than its engine, so that it could not confirm what we read.
+        if unasked and want.state is WantState.PROVING and not link.confirmed:
+            # We were faster than its engine, so that it could not confirm what we read. Who says so
+            # in an answer has said all that it knows: asking again would have no end.
             self._space.set_timer(TimerKind.ASK, request_id, 0.0)
         if not want.is_finished:
             want.is_finished = True
