@@ -78,6 +78,10 @@ def rig(rigs):
     return rigs[0]
 
 
+BY_REASON = {"history_misses"}
+"""Of an engine's counters, those that it tells in parts."""
+
+
 def in_the_code(rig: Rig) -> set[Described]:
     couriers = CollectorRegistry()
     CourierMetrics(couriers)
@@ -94,9 +98,9 @@ def in_the_code(rig: Rig) -> set[Described]:
             Described(
                 PREFIX + name,
                 "counter" if name.endswith("_total") else "gauge",
-                ("model_name",),
+                ("model_name", "reason") if stat in BY_REASON else ("model_name",),
             )
-            for name, _ in ENGINE_METRICS.values()
+            for stat, (name, _) in ENGINE_METRICS.items()
         ),
         *of_instruments(RouterMetrics().registry),
         *of_instances(),
