@@ -17,7 +17,8 @@ from kvcourier.errors import ConfigError
 from kvcourier.openai import ErrorBody, ErrorDetail
 
 OPEN_PATHS = frozenset({"/health", "/metrics"})
-"""What load balancers and scrapers ask, as in vLLM. They show no request and no address."""
+"""What load balancers and scrapers ask, as in vLLM. They show no request; of a router they show the
+HTTP addresses of its instances."""
 
 
 @dataclass(frozen=True, slots=True)
