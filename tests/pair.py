@@ -583,9 +583,12 @@ class Pair:
         self.check()
 
     def settle(self) -> None:
-        """No more faults: everything arrives, all deadlines pass."""
+        """No more faults: everything arrives, all deadlines pass. Whoever gives its blocks back
+        meanwhile gets no others any more, and is ended."""
         for _ in range(200):
             self.deliver_all()
+            for request_id in sorted(self.decode.given_back):
+                self.abort(self.decode, request_id)
             self.tell_of_lost_lives()
             if all(
                 endpoint.idle
