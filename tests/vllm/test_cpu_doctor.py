@@ -9,7 +9,7 @@ import pytest
 from .models import write_qwen3
 from .servers import Vllm, needs_vllm, spec_of, started, tokens, visit, wait_until
 
-pytestmark = needs_vllm
+pytestmark = [*needs_vllm, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ VLLMS_KEYS = (
     "remote_blocks_expiry_time",
 )
 
-pytestmark = needs_vllm
+pytestmark = [*needs_vllm, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
