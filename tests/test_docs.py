@@ -352,6 +352,28 @@ def test_packed_figures_are_what_was_measured() -> None:
     assert told["packed"] == f"{measured['packed_ms']:.1f} (best {best:.1f})"
 
 
+@pytest.mark.parametrize(
+    ("script", "results"),
+    [
+        ("turns.py", "results/turns.json"),
+        ("gpu/vllm_turns.py", "gpu/results/vllm-turns-one-gpu.json"),
+    ],
+)
+def test_figures_of_turns_are_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, script: str, results: str
+) -> None:
+    folder = ROOT / "benchmarks"
+    monkeypatch.syspath_prepend(str((folder / script).parent))
+    shown = runpy.run_path(str(folder / script))["_row"]
+    measured = json.loads((folder / results).read_text())["results"]
+    page = (DOCS / "multi-turn.md").read_text().splitlines()
+    assert len(measured) > 3
+    for result in measured:
+        history, mode, *_, ratio = shown(result).strip("| ").split(" | ")
+        rows = [line for line in page if line.startswith(f"| {history} | {mode} | ")]
+        assert any(row.endswith(f" | {ratio} |") for row in rows), f"{history} {mode}: {ratio}"
+
+
 # Words.
 
 
