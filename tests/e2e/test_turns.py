@@ -160,6 +160,36 @@ def test_two_calls_of_one_conversation_at_once(talking: Cluster, single: Engine,
     assert router.metric("kvcourier_router_turns_total", state="none") - before[1] == 1
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_chat_whose_text_may_be_split_otherwise(talking: Cluster, mode: str) -> None:
+    """What was said comes back as text, through the chat template: however much of it is proven,
+    the answers are those of one instance."""
+    client, before = talking.router.client, fetched(talking.prefill)
+    messages = [{"role": "user", "content": f"Turn 1 of {mode}: what is moved, and where to?"}]
+    for turn in range(3):
+        body = {
+            "model": "tiny",
+            "messages": messages,
+            "max_tokens": NUM_ANSWER,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        headers = {"X-KV-Mode": mode, "X-Conversation-Id": f"chat-{mode}"}
+        path = "/v1/chat/completions"
+        answer = client.post(talking.router.url + path, json=body, headers=headers).json()
+        assert "kv_transfer_params" not in answer
+        alone = client.post(talking.decode.url + path, json=body).json()
+        (found,), (expected,) = answer["choices"], alone["choices"]
+        assert found["token_ids"] == expected["token_ids"], f"turn {turn}"
+        said = {"role": "assistant", "content": found["message"]["content"]}
+        messages += [
+            said,
+            {"role": "user", "content": f"And {turn}? " + "Tell me more of it. " * 6},
+        ]
+    assert fetched(talking.prefill) > before
+
+
 def test_without_a_conversation_nothing_is_kept(talking: Cluster, single: Engine) -> None:
     before = talking.decode.metric("kvcourier:histories_kept_total")
     prompt = random_prompt(NUM_NEW, seed="alone")
