@@ -258,7 +258,8 @@ def test_a_full_decode_instance(pair: Cluster) -> None:
     prompt = [index % 251 for index in range(int(0.97 * NUM_BLOCKS) * BLOCK_SIZE)]
     pair.decode.ask(prompt, num_tokens=1, kv_transfer_params=held)
     seen = visit(*urls(pair.prefill, pair.decode))
-    httpx.delete(f"{pair.decode.url}/kvcourier/transfers/for nobody").raise_for_status()
+    # Unless its lease has ended meanwhile.
+    httpx.delete(f"{pair.decode.url}/kvcourier/transfers/for nobody")
     assert "it is full: 97 % of its cache in use" in seen.of("full", "warning")[0]
     assert any("is full" in each for each in seen.of("answers", "note"))
     assert seen.exit_code == 3
