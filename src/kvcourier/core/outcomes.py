@@ -28,8 +28,9 @@ class Outcome(enum.StrEnum):
     """D: the KV will not come; fail the request or compute it in *other* blocks."""
 
     HELD = "held"
-    """D: its holder has finished the prompt, so that it waits for nothing but our blocks. No end;
-    told once, and never where the request came with it."""
+    """D: its holder has finished the prompt, so that it waits for nothing but our blocks; or, with
+    a `reason`, its holder cannot be asked, or knows nothing of it, so that only our blocks show
+    whether it comes. No end; never told where the request came with it."""
 
     RECALLED = "recalled"
     """D: the blocks handed over are the engine's again, as it asked, with nothing of use in them;

@@ -54,6 +54,7 @@ _READ_BEGUN = frozenset({WantState.READING, WantState.PROVING, WantState.CHECKIN
 _BEFORE_BLOCKS = frozenset({WantState.QUEUED, WantState.PARTING})
 _NOT_RENEWED = frozenset({WantState.PARTING, WantState.QUARANTINED})
 _TIMEOUT_REASONS = {
+    WantState.QUEUED: "the other instance did not say in time that it has, or will have, this KV",
     WantState.CONNECTING: "the other instance did not answer the handshake in time",
     WantState.REGISTERING: "the other instance did not acknowledge the registration in time",
     WantState.REGISTERED: "the other instance did not deliver in time",
@@ -118,6 +119,7 @@ class Wanter:
         if event.intent.transfer_id is not None:
             self._space.stories.alias(event.intent.transfer_id, event.request_id)
         self._space.note(event.request_id, "want_begun", mode=want.mode.value)
+        self._await_word(want)
         self._connect(want)
 
     def reserve(self, event: BlocksReserved) -> None:
@@ -338,6 +340,8 @@ class Wanter:
             self._space.set_timer(TimerKind.ASK, request_id, 0.0)
         if not want.is_finished:
             want.is_finished = True
+            if want.state is WantState.QUEUED:
+                self._space.cancel_timer(TimerKind.WANT, request_id)
             self._space.tell(Side.WANT, request_id, Outcome.HELD)
 
     def on_lease_answer(
@@ -349,6 +353,7 @@ class Wanter:
             return
         link.proven_until = max(link.proven_until, asked_at + granted_s)
         link.confirmed = link.confirmed or asked_at >= link.shown_at
+        self._await_word(want)
         if want.state is WantState.REGISTERED:
             self._space.set_timer(
                 TimerKind.WANT, request_id, self._space.timing.push_registration_timeout
@@ -397,6 +402,8 @@ class Wanter:
                 self._end(want, Outcome.RECEIVE_FAILED, reason)
             elif want.state is WantState.PARTING:
                 self._release(want, WantEvent.ENDED_QUIET)
+            else:
+                self._stop_waiting(want, reason)
 
     def on_peer_lost(self, address: InstanceAddress, reason: str) -> None:
         """That life is over: it writes no more, and holds nothing."""
@@ -414,6 +421,7 @@ class Wanter:
                 self._release(want, WantEvent.ENDED_QUIET)
             elif want.state in (WantState.QUEUED, WantState.CONNECTING):
                 want.links = {}
+                self._stop_waiting(want, reason)
             else:
                 self._end(want, Outcome.RECEIVE_FAILED, reason, Cause.RESTARTED)
 
@@ -489,6 +497,19 @@ class Wanter:
         peer = self._space.use_peer(want.address, want.request_id, want.mode)
         if peer is not None and peer.state is PeerState.CONNECTED:
             self._on_connected(want, peer)
+
+    def _await_word(self, want: Want) -> None:
+        """While it is queued its holder should say now and then that it has, or will have, this."""
+        if want.state is WantState.QUEUED and not want.is_finished:
+            self._space.set_timer(
+                TimerKind.WANT, want.request_id, self._space.timing.push_registration_timeout
+            )
+
+    def _stop_waiting(self, want: Want, reason: str) -> None:
+        """A queued prompt may never be finished: with blocks it is found out."""
+        if want.state is WantState.QUEUED and not want.is_finished:
+            self._space.cancel_timer(TimerKind.WANT, want.request_id)
+            self._space.tell(Side.WANT, want.request_id, Outcome.HELD, reason)
 
     def _await_connection(self, want: Want) -> None:
         """CONNECTING: go on at once if connected, else at the latest fail in time."""
@@ -680,6 +701,7 @@ class Wanter:
         want.unreserve()
         self._space.cancel_timer(TimerKind.WANT, want.request_id)
         self._space.cancel_timer(TimerKind.RESEND, want.request_id)
+        self._await_word(want)
         self._space.tell(Side.WANT, want.request_id, Outcome.RECALLED, block_ids=block_ids)
 
     def _release_if_quiet(self, want: Want) -> None:
@@ -708,6 +730,8 @@ class Wanter:
         want = self._wants[request_id]
         if want.state is WantState.PARTING:
             self._release(want, WantEvent.ENDED_QUIET)
+        elif want.state is WantState.QUEUED:
+            self._stop_waiting(want, _TIMEOUT_REASONS[want.state])
         elif want.state is WantState.QUARANTINED:
             self._space.counts[Counted.QUARANTINES_EXPIRED] += 1
             for link in want.links.values():
