@@ -84,12 +84,13 @@ class Timing:
             interest; vLLM's key and default.
         heartbeat_s: how often D renews. Must be at most a third of the lease.
         hold_limit_s: how long P renews the lease of a prompt for a request that has not asked for
-            its KV yet, being queued on D. Two instances that each hold prompts for the other, or a
-            D that cannot call blocks back, would else wait for each other for ever.
+            its KV yet, being queued on D. Two instances that each hold prompts for the other would
+            else wait for each other for ever.
         handshake_timeout_s: until a handshake without an answer counts as failed.
         resend_s: until an unacknowledged registration or cancel is sent again.
         push_registration_timeout: until D gives up on a registration that was neither written
-            nor refused; the last resort when P hangs. vLLM's key; its default there is 480 s.
+            nor refused, and on waiting for a prompt that P says nothing of; the last resort when P
+            hangs. vLLM's key; its default there is 480 s.
         registration_ttl_s: how long P keeps a registration for a prompt it has not seen.
         transfer_timeout_s: until a posted operation that does not end counts as failed. Its
             memory stays quarantined.

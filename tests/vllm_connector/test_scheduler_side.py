@@ -83,12 +83,15 @@ def make_side(
     rank: Rank0,
     tables: tuple[BlockTable, ...] = (BlockTable(0, BLOCK),),
     num_blocks: int = 1000,
+    largest: int = 0,
     **changes: Any,
 ) -> SchedulerSide:
     config = EndpointConfig(EngineId("p"), "m", side_channel_host="127.0.0.1", side_channel_port=0)
     values = {"tp_size": 1, "recompute_threshold": 0, "may_receive": True} | changes
     side = SchedulerSide(
-        ConnectorSettings(endpoint=config, incarnation=Incarnation("life"), **values), num_blocks
+        ConnectorSettings(endpoint=config, incarnation=Incarnation("life"), **values),
+        num_blocks,
+        largest,
     )
     geometries = instance_geometries(model_cache(), 1)
     cache, _ = make_instance(geometries)[Rank(0, 0)]
@@ -369,3 +372,98 @@ def test_a_local_hit_that_ends_inside_a_group_s_block_is_computed(windowed, rank
     windowed.on_new_request(request)
     rank.next()
     assert windowed.num_external_tokens(request, 48) == 0
+
+
+def nothing_scheduled(*ran: str) -> Any:
+    nothing = SimpleNamespace(
+        req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+    )
+    return SimpleNamespace(
+        num_scheduled_tokens=dict.fromkeys(ran, 1),
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=nothing,
+        preempted_req_ids=None,
+    )
+
+
+@pytest.fixture
+def short_of_blocks(rank) -> Iterator[SchedulerSide]:
+    """Nine blocks and vLLM's null block; the longest request takes six, a prompt of 40 three."""
+    with contextlib.closing(make_side(rank, num_blocks=10, largest=6)) as side:
+        yield side
+
+
+def pushed(side: SchedulerSide, name: str, **fields: Any) -> Request:
+    request = Request(name, PUSH | {"transfer_id": name}, **fields)
+    side.on_new_request(request)
+    return request
+
+
+def test_unfinished_prompts_leave_room_and_the_others_are_to_ask_again(short_of_blocks) -> None:
+    side = short_of_blocks
+    first, second, third = (pushed(side, name) for name in ("d1", "d2", "d3"))
+    assert side.num_external_tokens(first, 0) == 39
+    side.on_allocated(first, ([1, 2, 3],), 39)
+    assert side.num_external_tokens(second, 0) is None
+    side.on_held({"d2", "nobody"})
+    assert side.num_external_tokens(second, 0) == 39
+    assert side.num_external_tokens(third, 0) is None
+    local = Request("local", None)
+    assert side.num_external_tokens(local, 0) == 0
+    side.on_results({"d1"}, None)
+    assert side.num_external_tokens(third, 0) == 39
+
+
+@pytest.mark.parametrize("end", ["abort", "held", "received", "declined"])
+def test_room_is_left_until_it_is_over(short_of_blocks, end) -> None:
+    side = short_of_blocks
+    first, second = pushed(side, "d1"), pushed(side, "d2")
+    if end == "declined":
+        side.on_allocated(first, ([1, 2, 3],), 0)
+    else:
+        side.on_allocated(first, ([1, 2, 3],), side.num_external_tokens(first, 0))
+        assert side.num_external_tokens(second, 0) is None
+    if end == "abort":
+        finish(side, first, "FINISHED_ABORTED", [1, 2, 3])
+    elif end == "held":
+        side.on_held({"d1"})
+    elif end == "received":
+        side.on_results({"d1"}, None)
+    assert side.num_external_tokens(second, 0) == 39
+
+
+def test_a_pull_is_held_from_the_beginning(short_of_blocks) -> None:
+    side = short_of_blocks
+    first = pushed(side, "d1")
+    side.on_allocated(first, ([1, 2, 3],), side.num_external_tokens(first, 0))
+    params = PUSH | {"remote_request_id": "r1", "remote_block_ids": [[4, 5, 6]]}
+    pull = Request("d2", params | {"transfer_id": None})
+    side.on_new_request(pull)
+    assert side.num_external_tokens(pull, 0) == 39
+
+
+def test_what_needs_no_kv_needs_no_room(rank) -> None:
+    with contextlib.closing(make_side(rank, num_blocks=7, largest=6)) as side:
+        request = pushed(side, "d1")
+        assert side.num_external_tokens(request, 0) is None
+        assert side.num_external_tokens(request, 39) == 0
+
+
+def test_windows_need_no_more_than_they_hold(rank) -> None:
+    """40 tokens are three blocks of the first group; of the second, a window of 16 is two."""
+    tables = (BlockTable(0, BLOCK), BlockTable(1, BLOCK, window=16))
+    for num_blocks, count in ((11, None), (12, 39)):
+        with contextlib.closing(make_side(rank, tables, num_blocks, largest=6)) as side:
+            request = pushed(side, "d1")
+            assert side.num_external_tokens(request, 0) == count
+
+
+def test_who_has_everything_is_run_before_others_are_asked(side) -> None:
+    complete, short = pushed(side, "d1"), pushed(side, "d2")
+    side.on_allocated(complete, ([1, 2, 3],), side.num_external_tokens(complete, 0))
+    side.on_results({"d1"}, None)
+    assert side.num_external_tokens(short, 0) == 39
+    side.step_news(nothing_scheduled())
+    assert side.num_external_tokens(short, 0) is None, "it found no blocks, and d1 was not run"
+    side.step_news(nothing_scheduled("d1"))
+    assert side.num_external_tokens(short, 0) == 39

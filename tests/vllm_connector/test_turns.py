@@ -1,5 +1,6 @@
 """What vLLM's scheduler hooks mean for the turns of conversations."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -275,6 +276,20 @@ def test_what_is_kept_is_given_up_when_blocks_run_out_the_oldest_first(rank) -> 
     assert heard(rank) == [RequestAborted("d2/kept")]
     assert side.take_counts()["num_histories_given_up"] == 2
     side.close()
+
+
+def test_who_is_passed_over_takes_nothing_from_what_is_kept(rank) -> None:
+    with contextlib.closing(make_side(rank, num_blocks=100, largest=98, **ON)) as side:
+        params = PUSH | {"transfer_id": "early"}
+        waiting = Request("early", params)
+        side.on_new_request(waiting)
+        side.on_held({"d1"})
+        pull = {"remote_request_id": "r1", "remote_block_ids": [[4, 5, 6]]}
+        assert kept(side, rank, "d1", params=pull)
+        heard(rank)
+        assert side.num_external_tokens(waiting, 0) is None
+        side.step_news(output())
+        assert heard(rank) == []
 
 
 def test_at_most_half_of_the_blocks_are_kept(rank) -> None:

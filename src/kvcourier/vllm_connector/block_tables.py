@@ -45,6 +45,12 @@ class BlockTable:
         before = first // ratio * ratio
         return self._ours(held)[first - before : stop - before]
 
+    def num_needed(self, num_tokens: int) -> int:
+        """vLLM's blocks that the KV of so many tokens takes at most; a window may begin and end
+        within one."""
+        whole = -(-num_tokens // self.block_size)
+        return whole if self.window is None else min(whole, 1 + -(-self.window // self.block_size))
+
     def vllm_ids(self, ours: Iterable[int]) -> set[int]:
         """vLLM's blocks that blocks of ours are part of."""
         return {block // self.kernel_blocks for block in ours}
@@ -57,3 +63,9 @@ class BlockTable:
             for block in theirs
             for part in range(self.kernel_blocks)
         ]
+
+
+def blocks_needed(tables: Iterable[BlockTable], num_tokens: int) -> int:
+    """vLLM's blocks, of all its groups, that the KV of so many tokens takes at most."""
+    groups = {table.index: table for table in tables}
+    return sum(table.num_needed(num_tokens) for table in groups.values())

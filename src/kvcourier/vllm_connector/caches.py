@@ -119,6 +119,14 @@ def read_cache(
     return WorkerCache(RankCache(tuple(caches)), tuple(tables))
 
 
+def largest_request(kv_cache_groups: Iterable[Any], vllm_config: Any) -> int:
+    """Blocks that a request of the greatest length takes in all of vLLM's cache groups."""
+    specs = [group.kv_cache_spec for group in kv_cache_groups]
+    return sum(
+        -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes) for spec in specs
+    )
+
+
 def all_ranks(groups: GroupGeometries, tp_size: int) -> dict[Rank, GroupGeometries]:
     """Every rank's geometries, from one rank's: they differ in their heads only."""
     return {

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvcourier.layout import CacheKind, MemoryKind, RankCache
-from kvcourier.vllm_connector.caches import read_cache
+from kvcourier.vllm_connector.caches import largest_request, read_cache
 from kvcourier.vllm_connector.progress import StepNews
 from kvcourier.vllm_connector.scheduler_side import SchedulerSide
 from kvcourier.vllm_connector.settings import ConnectorSettings, read_settings
@@ -28,7 +28,7 @@ from kvcourier.vllm_connector.versions import (
     required_layout,
     warn_if_untested,
 )
-from kvcourier.vllm_connector.worker_side import WorkerOffer, WorkerSide
+from kvcourier.vllm_connector.worker_side import WorkerNews, WorkerOffer, WorkerSide
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,10 @@ class CourierConnector(KVConnectorBase_V1, HybridSupport):
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(self._settings, kv_cache_config.num_blocks)
+            groups = kv_cache_config.kv_cache_groups
+            self._scheduler = SchedulerSide(
+                self._settings, kv_cache_config.num_blocks, largest_request(groups, vllm_config)
+            )
 
     # Both sides.
 
@@ -107,7 +110,7 @@ class CourierConnector(KVConnectorBase_V1, HybridSupport):
     ) -> tuple[int | None, bool]:
         """See SchedulerSide.num_external_tokens."""
         count = self._scheduling.num_external_tokens(request, num_computed_tokens)
-        return count, count > 0
+        return count, bool(count)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See SchedulerSide.on_allocated."""
@@ -119,6 +122,9 @@ class CourierConnector(KVConnectorBase_V1, HybridSupport):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """See SchedulerSide.on_results: vLLM's scheduler goes through the same two sets next."""
+        news = connector_output.kv_connector_worker_meta
+        if isinstance(news, WorkerNews):
+            self._scheduling.on_held(news.held)
         self._scheduling.on_results(
             connector_output.finished_recving, connector_output.finished_sending
         )
@@ -192,6 +198,10 @@ class CourierConnector(KVConnectorBase_V1, HybridSupport):
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of failed receives, where vLLM does not ask for the requests."""
         return set() if REPORTS_FAILED_REQUESTS else self._working.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> WorkerNews | None:
+        """See WorkerSide.take_news; vLLM takes it along with the results."""
+        return self._worker.take_news() if self._worker is not None else None
 
     def get_kv_connector_stats(self) -> Any:
         """What happened since the last time."""

@@ -10,7 +10,7 @@ Nothing here may raise for what a client sent: an exception in vLLM's scheduler 
 import enum
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcourier.config import Granularity, TransferMode
@@ -47,7 +47,8 @@ from kvcourier.runtime.engine_link import (
     Receive,
 )
 from kvcourier.runtime.side_channel import HandshakeServer
-from kvcourier.vllm_connector.block_tables import BlockTable
+from kvcourier.vllm_connector.admission import Admission
+from kvcourier.vllm_connector.block_tables import BlockTable, blocks_needed
 from kvcourier.vllm_connector.progress import ProgressTracker, StepNews
 from kvcourier.vllm_connector.settings import ConnectorSettings
 from kvcourier.vllm_connector.turns import Kept, Turns, miss_key
@@ -70,8 +71,8 @@ class _Phase(enum.Enum):
 class SchedulerSide:
     """Translates the hooks of one vLLM scheduler."""
 
-    def __init__(self, settings: ConnectorSettings, num_blocks: int = 0) -> None:
-        """`num_blocks` are all of vLLM's cache."""
+    def __init__(self, settings: ConnectorSettings, num_blocks: int, largest: int) -> None:
+        """`num_blocks` are all of vLLM's cache, `largest` those of the longest possible request."""
         self._settings = settings
         self._tables: tuple[BlockTable, ...] = ()
         self._link = EngineLink(settings.endpoint.engine_id, settings.endpoint.keys)
@@ -83,6 +84,16 @@ class SchedulerSide:
         self._num_holds = 0
         self._progress = ProgressTracker()
         self._turns = Turns(settings.turns, self._link.send, num_blocks)
+        # One is vLLM's null block.
+        self._admission = Admission(num_blocks - 1, largest)
+        if settings.may_receive and self._admission.room < largest:
+            _log.info(
+                "of %d KV blocks the longest possible request takes %d, so that pushes reserve at "
+                "most %d before their prompts are computed; a smaller max_model_len makes it more",
+                num_blocks - 1,
+                largest,
+                max(0, self._admission.room),
+            )
         config = settings.endpoint
         told = about(config)
         self._server = HandshakeServer(
@@ -159,8 +170,17 @@ class SchedulerSide:
                 self._turns.want(request_id, intent.keeps)
             self._want(request_id, intent, None if refused else int(request.num_prompt_tokens))
 
-    def num_external_tokens(self, request: Any, num_computed_tokens: int) -> int:
-        """How many tokens after the computed ones come from somebody else. No side effects."""
+    def num_external_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
+        """How many tokens after the computed ones come from somebody else; None: ask again."""
+        request_id = RequestId(request.request_id)
+        count = self._num_to_come(request, num_computed_tokens)
+        num_blocks = blocks_needed(self._tables, int(request.num_prompt_tokens)) if count else 0
+        if self._admission.may_have_blocks(request_id, num_blocks):
+            return count
+        self._turns.passed_over(request_id)
+        return None
+
+    def _num_to_come(self, request: Any, num_computed_tokens: int) -> int:
         request_id = RequestId(request.request_id)
         aligned = all(num_computed_tokens % table.block_size == 0 for table in self._tables)
         from_history = self._turns.num_external(request_id, num_computed_tokens, aligned)
@@ -177,6 +197,7 @@ class SchedulerSide:
     ) -> None:
         """Blocks for all but the prompt's last token are allocated, from position 0 on."""
         request_id = RequestId(request.request_id)
+        self._allocated(request, block_ids, num_external_tokens)
         if self._turns.allocated(request_id, block_ids, num_external_tokens, self._tables):
             self._lent[request_id] = None
         if self._wants.get(request_id) is not _Phase.QUEUED:
@@ -194,10 +215,28 @@ class SchedulerSide:
         wanted = [table.ids(block_ids, span) for table in self._tables]
         self._link.send(Receive(request_id, wanted, span.start, span.stop))
 
+    def _allocated(
+        self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> None:
+        """What it means for those who wait."""
+        request_id = RequestId(request.request_id)
+        if num_external_tokens <= 0:
+            self._admission.finished(request_id)
+        # Blocks that have left a window, or were never in it, are vLLM's null block.
+        blocks = (block for group in block_ids for block in group if block)
+        num_blocks = blocks_needed(self._tables, int(request.num_prompt_tokens))
+        self._admission.allocated(request_id, blocks, num_blocks)
+
     def step_news(self, scheduler_output: Any) -> StepNews:
         """What the step that was scheduled means for held prompts."""
+        self._admission.end_step(scheduler_output.num_scheduled_tokens)
         self._turns.end_step(len(scheduler_output.preempted_req_ids or ()))
         return self._progress.take(scheduler_output, self._tables)
+
+    def on_held(self, held: Iterable[RequestId]) -> None:
+        """These wait for nothing but blocks; some of them may be over."""
+        for request_id in held:
+            self._admission.finished(request_id)
 
     def on_results(self, received: set[str] | None, sent: set[str] | None) -> None:
         """Receives and sends have ended, well or not; their blocks are vLLM's again.
@@ -210,6 +249,8 @@ class SchedulerSide:
                 if request_id in self._lent:
                     # The couriers know a transfer id until now, whatever vLLM has finished.
                     self._keys.discard(self._lent.pop(RequestId(request_id)))
+                    if request_id in self._wants or request_id in self._holds:
+                        self._admission.complete(RequestId(request_id))
                     self._wants.pop(RequestId(request_id), None)
                     self._sources.pop(RequestId(request_id), None)
                     self._turns.received(RequestId(request_id))
@@ -224,6 +265,7 @@ class SchedulerSide:
         """A request is over: (whether its blocks stay ours until sent, params for the answer)."""
         request_id = RequestId(request.request_id)
         finished_well = request.status.name in _FINISHED_WELL
+        self._admission.forget(request_id)
         is_receiving = self._turns.end_fetch(request_id)
         kept = self._turns.kept_of(request, block_ids, self._tables, finished_well=finished_well)
         if request_id in self._wants:
@@ -314,6 +356,8 @@ class SchedulerSide:
             return
         self._wants[request_id] = _Phase.QUEUED
         self._sources[request_id] = source
+        if isinstance(intent, PushIntent):
+            self._admission.expect(request_id)
         self._link.send(Expect(request_id, _understood(intent)))
 
     def _begin_hold(self, request_id: RequestId, intent: HoldIntent) -> None:

@@ -100,6 +100,10 @@ class Turns:
         missing = fetch.num_tokens - num_computed
         return missing if missing >= self._settings.threshold and is_aligned else 0
 
+    def passed_over(self, request_id: RequestId) -> None:
+        """A request was asked about, and is to have no blocks in this step, whatever is free."""
+        self._asked.discard(request_id)
+
     def allocated(
         self,
         request_id: RequestId,

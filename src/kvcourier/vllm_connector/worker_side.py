@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from kvcourier.config import Granularity
 from kvcourier.core.events import PrefillAdvanced, PrefillRolledBack
@@ -51,12 +54,29 @@ class WorkerOffer(KVConnectorHandshakeMetadata):
     token: EngineToken
 
 
+@dataclass(frozen=True)
+class WorkerNews(KVConnectorWorkerMetadata):
+    """What a worker tells its scheduler with a step's results.
+
+    Attributes:
+        held: requests that wait for nothing but blocks.
+    """
+
+    held: frozenset[RequestId]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerNews":
+        """What two workers tell: P finishes a prompt on all its ranks at once."""
+        assert isinstance(other, WorkerNews), "the workers are all ours"
+        return WorkerNews(self.held | other.held)
+
+
 class WorkerSide:
     """Owns a rank's courier."""
 
     def __init__(self, settings: ConnectorSettings, found: WorkerCache, cache_format: str) -> None:
         self._tables = found.tables
         self._reports: deque[Report] = deque()
+        self._held: set[RequestId] = set()
         self._failed: set[RequestId] = set()
         self._failed_blocks: set[int] = set()
         self._stats = StatsRecorder()
@@ -154,9 +174,16 @@ class WorkerSide:
             self._count(report)
             if report.outcome is Outcome.RECEIVE_FAILED:
                 self._failed.add(owner_of(report.request_id))
+            elif report.outcome is Outcome.HELD:
+                self._held.add(report.request_id)
             elif report.outcome is Outcome.RELEASED:
                 self._release(report, results)
         return results
+
+    def take_news(self) -> WorkerNews | None:
+        """What was in the last `take_results` that vLLM has no place for; None if nothing was."""
+        held, self._held = frozenset(self._held), set()
+        return WorkerNews(held) if held else None
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks of the failed receives of the last `take_results`."""
