@@ -13,12 +13,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvcourier.config import Granularity, TransferMode
+from kvcourier.config import Granularity
 from kvcourier.core import handshake, inquiry
 from kvcourier.core.params import (
     HolderAddress,
     HoldIntent,
-    PullIntent,
     PushIntent,
     WantIntent,
     handoff_params,
@@ -27,11 +26,9 @@ from kvcourier.core.params import (
 )
 from kvcourier.errors import MappingError, ParamsError
 from kvcourier.ids import (
-    EngineId,
     HoldId,
     Rank,
     RequestId,
-    TransferId,
     TransferKey,
     hold_id_of,
 )
@@ -49,6 +46,13 @@ from kvcourier.runtime.engine_link import (
 from kvcourier.runtime.side_channel import HandshakeServer
 from kvcourier.vllm_connector.admission import Admission
 from kvcourier.vllm_connector.block_tables import BlockTable, blocks_needed
+from kvcourier.vllm_connector.intents import (
+    Source,
+    leave_last_token_out,
+    problem_of,
+    source_of,
+    understood,
+)
 from kvcourier.vllm_connector.progress import ProgressTracker, StepNews
 from kvcourier.vllm_connector.settings import ConnectorSettings
 from kvcourier.vllm_connector.turns import Kept, Turns, miss_key
@@ -57,7 +61,6 @@ if TYPE_CHECKING:
     from kvcourier.vllm_connector.worker_side import WorkerOffer
 
 _log = logging.getLogger(__name__)
-_Source = tuple[EngineId, RequestId | None, TransferId | None, int]
 _FINISHED_WELL = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 
 
@@ -79,7 +82,7 @@ class SchedulerSide:
         self._holds: dict[RequestId, tuple[HoldId, TransferKey | None]] = {}
         self._keys: set[TransferKey | None] = set()
         self._wants: dict[RequestId, _Phase] = {}
-        self._sources: dict[RequestId, _Source] = {}
+        self._sources: dict[RequestId, Source] = {}
         self._lent: dict[RequestId, TransferKey | None] = {}
         self._num_holds = 0
         self._progress = ProgressTracker()
@@ -150,10 +153,10 @@ class SchedulerSide:
             return
         if isinstance(intent, HoldIntent):
             if any(table.window is not None for table in self._tables):
-                _leave_last_token_out(request)
+                leave_last_token_out(request)
             self._begin_hold(request_id, intent)
             if intent.history is not None:
-                source = _understood(intent.history.source)
+                source = understood(intent.history.source)
                 self._turns.expect(request, intent.history, source)
             if self._settings.granularity is not Granularity.REQUEST:
                 self._progress.follow(request_id, int(request.num_prompt_tokens))
@@ -346,8 +349,8 @@ class SchedulerSide:
         return True
 
     def _want(self, request_id: RequestId, intent: WantIntent, num_tokens: int | None) -> None:
-        problem = _problem(intent, num_tokens, self._settings.endpoint.limits.max_block_ids)
-        source = _source(intent)
+        problem = problem_of(intent, num_tokens, self._settings.endpoint.limits.max_block_ids)
+        source = source_of(intent)
         if source in self._sources.values():
             # All prompts of one call carry the params of its first; the KV is that one's only.
             problem = "another request is waiting for the same KV"
@@ -358,7 +361,7 @@ class SchedulerSide:
         self._sources[request_id] = source
         if isinstance(intent, PushIntent):
             self._admission.expect(request_id)
-        self._link.send(Expect(request_id, _understood(intent)))
+        self._link.send(Expect(request_id, understood(intent)))
 
     def _begin_hold(self, request_id: RequestId, intent: HoldIntent) -> None:
         key = intent.key
@@ -378,71 +381,3 @@ class SchedulerSide:
                 intent.rebindable,
             )
         )
-
-
-def _source(intent: WantIntent) -> _Source:
-    """Whose KV is asked for."""
-    return intent.holder.engine_id, intent.holder_request_id, intent.transfer_id, intent.part
-
-
-def _problem(intent: WantIntent, num_tokens: int | None, max_block_ids: int) -> str:
-    """Why these params cannot be used for a prompt of so many tokens, or nothing.
-
-    `num_tokens` is None where nothing but the holder's release is asked for.
-    """
-    if not isinstance(intent, PullIntent):
-        return ""
-    if sum(map(len, intent.block_ids)) > max_block_ids:
-        return f"more than {max_block_ids} block ids"
-    if num_tokens is not None and (intent.num_tokens or 0) > num_tokens:
-        # With a longer prompt's params the KV of that prompt would be read as this one's.
-        return (
-            f"remote_num_tokens: at most {num_tokens}, as the prompt has, found {intent.num_tokens}"
-        )
-    return ""
-
-
-def _understood(intent: WantIntent) -> dict[str, Any]:
-    """The params that give this intent again.
-
-    A client's own dict may hold what cannot be encoded, or is too long for a courier's socket; the
-    courier would then hear of the request only when it gets blocks, and die of it.
-    """
-    holder = intent.holder
-    params: dict[str, Any] = {
-        "do_remote_prefill": True,
-        "remote_engine_id": holder.engine_id,
-        "remote_host": holder.host,
-        "remote_port": holder.port,
-        "tp_size": holder.tp_size,
-        "pp_size": holder.pp_size,
-        "remote_request_id": intent.holder_request_id,
-        "transfer_id": intent.transfer_id,
-        "part": intent.part,
-        "binding": intent.binding,
-    }
-    if isinstance(intent, PushIntent) and intent.reads:
-        params["transfer_mode"] = TransferMode.PULL.value
-    if isinstance(intent, PullIntent):
-        params |= {
-            "remote_block_ids": intent.block_ids,
-            "remote_num_tokens": intent.num_tokens,
-            "remote_hold_id": intent.hold_id,
-            "remote_incarnation": intent.incarnation,
-        }
-    return params
-
-
-def _leave_last_token_out(request: Any) -> None:
-    """Let P stop one token short of a prompt whose layers have sliding windows.
-
-    D computes the last prompt token itself, and that token's window begins one position before
-    that of the next. Had P computed it as well, vLLM would have dropped that position when it
-    gives us the blocks, wherever it is the last of its block.
-    """
-    if request.prompt_token_ids is None or request.num_prompt_tokens < 2:
-        return
-    del request.prompt_token_ids[-1:]
-    del request._all_token_ids[-1:]
-    request.num_prompt_tokens -= 1
-    request.max_tokens = 1
