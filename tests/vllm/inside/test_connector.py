@@ -6,6 +6,8 @@ import numpy as np
 import prometheus_client
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvcourier.core.outcomes import Side
 from kvcourier.core.workspace import Counted
@@ -17,6 +19,7 @@ from kvcourier.vllm_connector.stats import (
     SAMPLES,
     StatsRecorder,
 )
+from kvcourier.vllm_connector.worker_side import WorkerNews
 
 from .engine_rig import BLOCK, HEAD_DIM, KV_HEADS, LAYERS, NUM_BLOCKS
 
@@ -67,6 +70,15 @@ def test_metrics_with_the_classes_of_prometheus(instance) -> None:
         assert registry.get_sample_value(f"{name}_count", labels) == 2
     for name, _ in COUNTS.values():
         assert registry.get_sample_value(f"{name}_total", labels) == 3
+
+
+def test_what_several_workers_tell_is_told_as_one() -> None:
+    outputs = [
+        ModelRunnerOutput.with_kv_conn_output_only(KVConnectorOutput(kv_connector_worker_meta=news))
+        for news in (None, WorkerNews(frozenset({"d1"})), WorkerNews(frozenset({"d1", "d2"})))
+    ]
+    told = KVOutputAggregator(expected_finished_count=3).aggregate(outputs, output_rank=1)
+    assert told.kv_connector_output.kv_connector_worker_meta == WorkerNews(frozenset({"d1", "d2"}))
 
 
 def test_what_the_core_counts_is_told_as_what_has_been_added() -> None:
