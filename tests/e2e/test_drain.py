@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from e2e.cluster import Cluster, body_of
+from e2e.cluster import Cluster, body_of, until
 
 
 def drain(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -35,9 +35,12 @@ def test_what_still_runs_is_waited_for(cluster: Cluster) -> None:
 
 
 def test_a_router_is_waited_for_until_it_has_answered_everybody(cluster: Cluster) -> None:
+    # It looks at its instances now and then, and they were drained before.
+    until(lambda: cluster.router.post(body_of([1, 2, 3], 2)).status_code == 200, "no instance")
     assert drain(cluster.router.url, "--only-wait").returncode == 0
     with cluster.router.streaming(range(200), "pull", num_tokens=3000) as stream:
         stream.read(1)
+        assert stream.token_ids, stream.error
         # However long the command takes to start, the answer is not over by then.
         with cluster.decode.stopped():
             done = drain(cluster.router.url, "--only-wait", "--timeout=0")
