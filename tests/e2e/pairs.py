@@ -17,6 +17,7 @@ from engine.rig import Listener, generate, submit, tiny_model
 from kvcourier.bench.plan import ASKED, Way
 from kvcourier.cli.instance import make_endpoint
 from kvcourier.config import (
+    Binding,
     CourierConfig,
     EndpointConfig,
     Limits,
@@ -132,7 +133,7 @@ class Pair:
             intent=_intent(prefill_params(call)),
             **sampling | {"max_tokens": 1},
         )
-        if call.is_early:
+        if call.when is Binding.EARLY:
             params = early_params(call, self.prefill.coordinates())
         else:
             handoff = held.finish().kv_transfer_params
