@@ -115,9 +115,6 @@ MUTATIONS: dict[str, Mutation] = {
     "the wanter does not say that it has all": lambda: patch.object(
         Wanter, "_let_go", lambda self, want, *, read: None
     ),
-    "a queued request is waited for for ever": lambda: patch.object(
-        Holder, "_has_waited_too_long", lambda self, hold: False
-    ),
     "a stuck write keeps its staging slot for ever": lambda: patch.object(
         Sender, "_give_up", lambda self, stream, record, now: []
     ),
