@@ -19,10 +19,10 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 MANIFESTS := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm bench worlds chaos alerts soak fuzz lint format setup setup-vllm clean
+.PHONY: help demo test test-vllm bench worlds chaos alerts soak fuzz lint format setup clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(RUN_STAMP)  ## run a prefill and a decode instance here, compare pull, push and one instance
 	$(BIN)/kvcourier demo $(ARGS)
@@ -71,8 +71,6 @@ format: $(DEV_STAMP)  ## rewrite the sources in the one style
 	$(BIN)/ruff format .
 
 setup: $(DEV_STAMP)  ## only install into .venv
-
-setup-vllm: $(VLLM_STAMP)  ## only install vLLM for CPUs into .venv-vllm
 
 clean:  ## remove .venv and every cache
 	rm -rf $(VENV) $(VLLM_VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
