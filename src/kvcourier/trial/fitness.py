@@ -97,13 +97,19 @@ def _what_can_be_hidden(facts: Facts) -> Iterator[Finding]:
             continue
         hidden_ms = max(0.0, alone.after_prefill_ms - (alone.tpot_ms or 0.0))
         part = hidden_ms / alone.ttft_ms
-        fit = Fit.CAN_HELP if part >= MUCH else Fit.LITTLE_TO_GAIN if part < LITTLE else None
         yield Finding(
-            fit or Fit.CANNOT_TELL,
+            _fit_of(part),
             f"{alone.input_tokens:,} tokens: of {alone.ttft_ms:.0f} ms to the first token of a "
             f"request alone, {alone.after_prefill_ms:.0f} pass after prefill; what is more than "
             f"a decode step, {hidden_ms:.0f} ms or {part:.0%}, is the most that push can hide",
         )
+
+
+def _fit_of(part: float) -> Fit:
+    """What it means that push can hide this part of the time to the first token."""
+    if part >= MUCH:
+        return Fit.CAN_HELP
+    return Fit.LITTLE_TO_GAIN if part < LITTLE else Fit.CANNOT_TELL
 
 
 def _what_it_hides_behind(facts: Facts) -> Iterator[Finding]:

@@ -4,7 +4,6 @@ Decides what is measured in which order and what the report concludes. Refuses t
 is taken, and how a conclusion is drawn.
 """
 
-import itertools
 import statistics
 import time
 import tomllib
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcourier.bench.compare import Side
-from kvcourier.bench.interleave import interleave
+from kvcourier.bench.interleave import Plan, interleave
 from kvcourier.bench.pair import PairSpec
 from kvcourier.bench.plan import ASKED, Burst, Cell, Planned, Prompts, audiences
 from kvcourier.bench.report import Comparison, Report, Row, Section
@@ -100,17 +99,16 @@ def _measure(
         )
 
 
-def _plan(traffic: Traffic | None, cell: Cell, session: Session) -> Any:
+def _plan(traffic: Traffic | None, cell: Cell, session: Session) -> Plan | None:
     """Turns of a log's requests; None leaves it to `interleave`."""
     if traffic is None:
         return None
-    log = traffic
 
     def turn(audience: str, number: int) -> Burst:
         def prompts(length: int) -> Prompts:
             return session.settings.prompts(length, audience)
 
-        return log.burst(prompts, number, cell.requests, cell.qps)
+        return traffic.burst(prompts, number, cell.requests, cell.qps)
 
     return turn
 
@@ -190,14 +188,14 @@ def _fitness_section(findings: Sequence[Finding]) -> Section:
 
 
 def _switch_section(heading: str, steps: Steps, told: Sequence[str] = ()) -> Section:
-    nothing = ("The sides are the same: there is nothing to switch.",)
-    sentences = steps.sentences or (() if steps.commands else nothing)
+    # Whatever has a command has a sentence.
+    sentences = steps.sentences or ("The sides are the same: there is nothing to switch.",)
     return Section(heading, (*sentences, *told), steps.commands)
 
 
 def _differing_keys(settings: TrialSettings) -> list[str]:
-    files = [_settings_of(side.where) for side in (settings.baseline, settings.candidate)]
-    return list(itertools.chain(differences(files[0], files[1])))
+    before, after = settings.baseline.where, settings.candidate.where
+    return differences(_settings_of(before), _settings_of(after))
 
 
 def _settings_of(where: str | PairSpec) -> Mapping[str, Mapping[str, Any]]:

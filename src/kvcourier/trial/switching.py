@@ -37,15 +37,15 @@ def steps_to(side: Side, other: Side) -> Steps:
 
 def differences(before: Settings, after: Settings) -> list[str]:
     """What differs between two files, a line per key: `[serve] block-size: 16 -> 64`."""
-    return list(_differences(before, after))
-
-
-def _differences(before: Settings, after: Settings) -> Iterator[str]:
+    found = []
     for table in dict.fromkeys((*before, *after)):
         old, new = before.get(table, {}), after.get(table, {})
-        for key in dict.fromkeys((*old, *new)):
-            if old.get(key) != new.get(key):
-                yield f"[{table}] {key}: {_shown(old, key)} -> {_shown(new, key)}"
+        found += [
+            f"[{table}] {key}: {_shown(old, key)} -> {_shown(new, key)}"
+            for key in dict.fromkeys((*old, *new))
+            if old.get(key) != new.get(key)
+        ]
+    return found
 
 
 def _shown(table: Mapping[str, Any], key: str) -> str:
