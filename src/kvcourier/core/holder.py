@@ -327,7 +327,7 @@ class Holder:
             elif hold is not None and hold.state in (HoldState.COMPUTING, HoldState.HELD):
                 # No answer, once it has waited too long: what was granted before stands. None
                 # either about blocks that we have not been told of: `known` would confirm them.
-                if item.blocks is not None and hold.state is HoldState.COMPUTING:
+                if reads and hold.state is HoldState.COMPUTING:
                     self._note_awaited(hold, peer, message, item)
                 elif not self._has_waited_too_long(hold):
                     self._leases.renew(hold.request_id, self._space.now, self._lease_s)
@@ -591,8 +591,7 @@ class Holder:
             return
         if peer in asked_by or len(asked_by) < self._space.limits.max_ranks:
             asked_by[peer] = request_id
-        if len(self._askers) > _MAX_REMEMBERED:
-            self._askers.popitem(last=False)
+        _forget_oldest(self._askers)
 
     def _tell_finished(self, hold: Hold) -> None:
         """Those who wait for the prompt without a registration may reserve their blocks now."""
@@ -628,8 +627,7 @@ class Holder:
         if name.hold_id is None or serial is None or serial <= self._newest_hold:
             return False
         asked_at = self._foretold.setdefault(name.hold_id, self._space.now)
-        if len(self._foretold) > _MAX_REMEMBERED:
-            self._foretold.popitem(last=False)
+        _forget_oldest(self._foretold)
         return self._space.now - asked_at <= _GRACE_RESENDS * self._space.timing.resend_s
 
     def _is_elsewhere(self, hold: Hold, item: RenewItem) -> bool:
@@ -644,8 +642,7 @@ class Holder:
         before = self._cancelled.get(key)
         if before is None or before.epoch < message.epoch or not message.for_now:
             self._cancelled[key] = message
-        if len(self._cancelled) > _MAX_REMEMBERED:
-            self._cancelled.popitem(last=False)
+        _forget_oldest(self._cancelled)
 
     def _drop_waiting(self, key: DeliveryKey) -> None:
         registration = self._waiting.pop(key, None)
@@ -766,6 +763,12 @@ class Holder:
     @property
     def _lease_s(self) -> float:
         return self._space.timing.kv_lease_duration
+
+
+def _forget_oldest(remembered: OrderedDict[Any, Any]) -> None:
+    """After each addition: who sends us names is not to fill our memory with them."""
+    if len(remembered) > _MAX_REMEMBERED:
+        remembered.popitem(last=False)
 
 
 def _problem(message: Register) -> str:

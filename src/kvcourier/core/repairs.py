@@ -46,13 +46,11 @@ class Repairs:
         # Our blocks must be untouched by what has failed, and the KV must be there.
         if not (failed.held and failed.quiet) or want.reads:
             return False
-        return self._climb(want, [link], failed.reason)
+        return self.mend(want, [link], failed.reason)
 
-    def mend(self, want: Want, differing: Sequence[Link], reason: str) -> bool:
-        """The same, when all has come and some of it is not what its ranks hold."""
-        return self._climb(want, differing, reason)
-
-    def _climb(self, want: Want, links: Sequence[Link], reason: str) -> bool:
+    def mend(self, want: Want, links: Sequence[Link], reason: str) -> bool:
+        """The same, whether these ranks have failed or all has come and theirs is not what they
+        hold."""
         while want.num_repairs < len(LADDER):
             step = LADDER[want.num_repairs]
             want.num_repairs += 1
