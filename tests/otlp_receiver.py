@@ -4,13 +4,14 @@ import gzip
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+
+from loopback import Handler, Listener
 
 
 @dataclass(frozen=True)
@@ -38,38 +39,23 @@ class Collector:
         self.changed = threading.Condition()
         collector = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
+        class Takes(Handler):
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
+                body = self.body()
                 if self.headers.get("content-encoding") == "gzip":
                     body = gzip.decompress(body)
                 answer = ExportTraceServiceResponse().SerializeToString()
                 if status == 200:
                     assert self.path == "/v1/traces"
                     collector._take(ExportTraceServiceRequest.FromString(body))
-                self.send_response(status)
-                self.send_header("content-type", "application/x-protobuf")
-                self.send_header("content-length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
+                self.answer(status, answer, {"content-type": "application/x-protobuf"})
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
+        self._listener = Listener(Takes)
+        self.url = self._listener.url
 
     def close(self) -> None:
         """Nobody listens any more; idempotent."""
-        if not self._thread.is_alive():
-            return
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._listener.close()
 
     def wait_for(self, complete: Callable[[list[Received]], bool], wait_s: float = 60) -> None:
         """Until the spans so far are all that a test looks for."""

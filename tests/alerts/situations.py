@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import zmq
 
 from chaos.cases import Scene
-from e2e.cluster import Server, wait_known
+from e2e.cluster import wait_known
 from engine.rig import random_prompt
 from soak.plan import pool
 from soak.traffic import LONGEST_CALL_S, Traffic
@@ -102,7 +102,7 @@ def _never_sent(scene: Scene) -> Iterator[None]:
     """A router tells D of a prompt that it never sends to P."""
     with contextlib.ExitStack() as stack:
         for number in range(3):
-            params = {**_coordinates(scene.cluster.prefill), "transfer_id": f"never-{number}"}
+            params = scene.cluster.prefill.early_params(f"never-{number}")
             prompt = random_prompt(100, seed=f"never-{number}")
             stack.enter_context(
                 scene.cluster.decode.sent(prompt, num_tokens=2, kv_transfer_params=params)
@@ -125,16 +125,6 @@ def _garbage(scene: Scene) -> Iterator[None]:
     finally:
         socket.close()
         context.term()
-
-
-def _coordinates(prefill: Server) -> dict[str, object]:
-    info = prefill.info()
-    return {
-        "do_remote_prefill": True,
-        "remote_engine_id": info["engine_id"],
-        "remote_host": info["side_channel_host"],
-        "remote_port": info["side_channel_port"],
-    }
 
 
 SITUATIONS = (

@@ -1,9 +1,7 @@
 """`kvcourier drain` against servers that answer by a plan."""
 
 import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from typer.testing import CliRunner
 
 from kvcourier.cli import draining
 from kvcourier.cli.app import app
+from loopback import Handler, Listener
 from ports import free_port
 
 Call = tuple[str, str, Any, str | None]
@@ -25,37 +24,22 @@ class Planned:
         self.calls: list[Call] = []
         planned = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def answer(self) -> None:
-                length = int(self.headers.get("content-length", 0))
-                body = json.loads(self.rfile.read(length)) if length else None
+        class Answers(Handler):
+            def do_GET(self) -> None:
+                content = self.body()
+                body = json.loads(content) if content else None
                 call = (self.command, self.path, body, self.headers.get("authorization"))
                 planned.calls.append(call)
-                status, content = plan(planned, call)
-                data = (
-                    content.encode() if isinstance(content, str) else json.dumps(content).encode()
-                )
-                self.send_response(status)
-                self.send_header("content-length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
+                status, told = plan(planned, call)
+                self.answer(status, (told if isinstance(told, str) else json.dumps(told)).encode())
 
-            do_GET = do_POST = do_DELETE = answer
+            do_POST = do_DELETE = do_GET
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
+        self._listener = Listener(Answers)
+        self.url = self._listener.url
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._listener.close()
 
 
 @pytest.fixture

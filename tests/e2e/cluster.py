@@ -204,6 +204,19 @@ class Server:
         info: dict[str, Any] = self.get("/kvcourier/instance").json()
         return info
 
+    def early_params(self, transfer_id: str) -> dict[str, Any]:
+        """What a router sends D in push, where this is P."""
+        info = self.info()
+        return {
+            "do_remote_prefill": True,
+            "remote_engine_id": info["engine_id"],
+            "remote_host": info["side_channel_host"],
+            "remote_port": info["side_channel_port"],
+            "tp_size": info["tp_size"],
+            "pp_size": info["pp_size"],
+            "transfer_id": transfer_id,
+        }
+
     def story(self, key: str) -> list[dict[str, Any]]:
         """What happened to a transfer, as far as this instance knows."""
         response = self.get(f"/kvcourier/story/{key}")

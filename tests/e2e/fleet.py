@@ -1,13 +1,13 @@
 """Several prefill and decode instances behind one router, as real processes."""
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from e2e.cluster import MODEL, Server, instance_flags, running_servers, until
+from loopback import Handler, listening
 
 
 @dataclass(frozen=True)
@@ -24,30 +24,18 @@ class Fleet:
         return [*self.prefill, *self.decode]
 
 
-class _Refusal(BaseHTTPRequestHandler):
+class _Refusal(Handler):
     def do_GET(self) -> None:
         self.send_error(404)
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
+        self.body()
         self.send_error(503)
 
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
 
-
-@contextlib.contextmanager
-def refusing_instance() -> Iterator[str]:
+def refusing_instance() -> AbstractContextManager[str]:
     """The address of an instance that says nothing of itself and has no room for anybody."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Refusal)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return listening(_Refusal)
 
 
 @contextlib.contextmanager

@@ -401,26 +401,12 @@ def test_what_was_collected_is_gone(unharmed: Cluster, single: Engine) -> None:
 
 
 def test_push_of_a_prompt_that_never_comes(unharmed: Cluster) -> None:
-    params = early_params(unharmed.prefill, "never")
+    params = unharmed.prefill.early_params("never")
     with unharmed.decode.sent(fresh_prompt(CHUNK_TOKENS), kv_transfer_params=params):
         until(
             lambda: unharmed.prefill.metric("kvcourier_waiting_registrations") == 1,
             "P does not know the registration",
         )
-
-
-def early_params(prefill: Server, transfer_id: str) -> dict[str, Any]:
-    """What a router sends D in push."""
-    info = prefill.info()
-    return {
-        "do_remote_prefill": True,
-        "remote_engine_id": info["engine_id"],
-        "remote_host": info["side_channel_host"],
-        "remote_port": info["side_channel_port"],
-        "tp_size": info["tp_size"],
-        "pp_size": info["pp_size"],
-        "transfer_id": transfer_id,
-    }
 
 
 # Instances that do not fit together, or are not there.
@@ -477,7 +463,7 @@ def test_push_router_in_front_of_a_pull_only_instance(
 
 
 def test_push_from_a_pull_only_instance(unharmed: Cluster, misfits: Misfits) -> None:
-    params = early_params(misfits.pull_only, "wrong-mode")
+    params = misfits.pull_only.early_params("wrong-mode")
     body = body_of(fresh_prompt(3 * BLOCK_SIZE), kv_transfer_params=params)
     response = unharmed.decode.post(body)
     assert response.status_code == 503

@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from kvcourier.cli.app import app
 from kvcourier.runtime.diary import CLOCK_HEADER
 from kvcourier.story.accounts import Part
 from kvcourier.story.ask import LOOKS, Place, ask_all
+from loopback import Handler, Listener
 from ports import free_port
 
 Answer = tuple[int, Any]
@@ -29,33 +28,20 @@ class Teller:
         self.paths: list[str] = []
         teller = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
+        class Answers(Handler):
             def do_GET(self) -> None:
                 teller.paths.append(self.path)
                 teller.keys.append(self.headers.get("authorization"))
                 status, content = answers.get(self.path, (404, {}))
                 body = content if isinstance(content, bytes) else json.dumps(content).encode()
-                self.send_response(status)
-                if tells_clock:
-                    self.send_header(CLOCK_HEADER, f"{time.time() + OFFSET_S:.6f}")
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                clock = {CLOCK_HEADER: f"{time.time() + OFFSET_S:.6f}"} if tells_clock else {}
+                self.answer(status, body, clock)
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
+        self._listener = Listener(Answers)
+        self.url = self._listener.url
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._listener.close()
 
 
 MakeTeller = Callable[..., Teller]
