@@ -16,9 +16,11 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import page_table
 from alerts.prometheus import Watcher, watching
 from alerts.situations import SITUATIONS, Situation
 from chaos.cases import Scene, staged
+from page_table import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy" / "prometheus" / "kvcourier.rules.yml"
@@ -36,7 +38,6 @@ TIMING = {
 }
 """Deadlines of the protocol, so that the run is short."""
 _LOOK_S = 0.25
-BEGIN, END = "<!-- alerts:begin -->", "<!-- alerts:end -->"
 HEAD = ("what happened", "alerts that had to fire, and after how long", "others that fired")
 
 
@@ -104,14 +105,12 @@ def row(finding: Finding) -> tuple[str, str, str]:
 
 def table(findings: Iterable[Finding]) -> str:
     """All lines, as markdown."""
-    rows = [HEAD, ("---",) * len(HEAD), *map(row, findings)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+    return markdown(HEAD, map(row, findings))
 
 
 def filled(page: str, findings: Iterable[Finding]) -> str:
     """A page with the table between its markers."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table(findings)}\n{END}{rest.partition(END)[2]}"
+    return page_table.filled(page, "alerts", table(findings))
 
 
 def read(path: Path) -> list[Finding]:

@@ -11,11 +11,12 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+import page_table
 from chaos import paths
 from chaos.cases import PHASES, Case, Finding, staged
+from page_table import markdown
 
 HEAD = ("what", "mode", "phase", "other side knows", "client gets", "blocks back", "next is right")
-BEGIN, END = "<!-- chaos:begin -->", "<!-- chaos:end -->"
 ON_MEMORY = [
     *(
         Case(mode, phase, what, whom)
@@ -50,14 +51,12 @@ def row(finding: Finding) -> tuple[str, ...]:
 
 def table(findings: Iterable[Finding]) -> str:
     """All lines, as markdown."""
-    rows = [HEAD, ("---",) * len(HEAD), *map(row, findings)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+    return markdown(HEAD, map(row, findings))
 
 
 def filled(page: str, findings: Iterable[Finding]) -> str:
     """A page with the table between its markers."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table(findings)}\n{END}{rest.partition(END)[2]}"
+    return page_table.filled(page, "chaos", table(findings))
 
 
 def read(path: Path) -> list[Finding]:

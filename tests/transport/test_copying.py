@@ -6,14 +6,10 @@ where triton is installed.
 """
 
 import ctypes
-import importlib.util
 import itertools
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +18,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvcourier
 from kvcourier.errors import ConfigError, MappingError
 from kvcourier.ids import Rank
 from kvcourier.layout import (
@@ -54,6 +49,7 @@ from layout_builders import (
     model_cache,
     one_group,
 )
+from transport.interpreter import run_interpreted
 
 check = settings(max_examples=60, derandomize=True, deadline=None, database=None)
 
@@ -553,26 +549,8 @@ def interpret() -> None:
 
 @pytest.mark.slow
 def test_the_kernel_copies_every_example_when_interpreted() -> None:
-    if not importlib.util.find_spec("triton"):
-        pytest.skip("triton is not installed; it comes with torch for GPUs")
-    paths = [Path(__file__).parents[1], Path(kvcourier.__file__).parents[1], *sys.path]
-    ran = subprocess.run(
-        [sys.executable, "-c", "from transport.test_copying import interpret; interpret()"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, paths))},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert f"interpreted {len(examples())}" in ran.stdout
-
-
-@pytest.fixture(scope="module")
-def num_gpus() -> int:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available() or not importlib.util.find_spec("triton"):
-        pytest.skip("no CUDA device, or no triton")
-    return int(torch.cuda.device_count())
+    said = run_interpreted("transport.test_copying", timeout_s=100)
+    assert f"interpreted {len(examples())}" in said
 
 
 @pytest.mark.slow

@@ -6,19 +6,13 @@ installed.
 """
 
 import ctypes
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import kvcourier
 from kvcourier.config import Integrity
 from kvcourier.errors import MappingError
 from kvcourier.layout import (
@@ -38,6 +32,7 @@ from kvcourier.layout import (
 from kvcourier.transport.copying import Digester, digester_for
 from kvcourier.transport.copying.host_digests import HostDigester
 from layout_builders import PlacementStyle, make_cache
+from transport.interpreter import run_interpreted
 from transport.test_copying import GpuMemory, HostMemory, examples
 
 SPAN = TokenSpan(37, 122)
@@ -182,26 +177,8 @@ def interpret() -> None:
 
 @pytest.mark.slow
 def test_the_kernel_sums_up_every_example_when_interpreted() -> None:
-    if not importlib.util.find_spec("triton"):
-        pytest.skip("triton is not installed; it comes with torch for GPUs")
-    paths = [Path(__file__).parents[1], Path(kvcourier.__file__).parents[1], *sys.path]
-    ran = subprocess.run(
-        [sys.executable, "-c", "from transport.test_digests import interpret; interpret()"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, paths))},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert f"interpreted {len(geometries())}" in ran.stdout
-
-
-@pytest.fixture(scope="module")
-def num_gpus() -> int:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available() or not importlib.util.find_spec("triton"):
-        pytest.skip("no CUDA device, or no triton")
-    return int(torch.cuda.device_count())
+    said = run_interpreted("transport.test_digests", timeout_s=300)
+    assert f"interpreted {len(geometries())}" in said
 
 
 @pytest.mark.slow
