@@ -14,6 +14,8 @@ and an offset for each head. What it weighs comes from the keys, one number each
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
+from kvcourier.transport.copying.kernel import place
+
 PARTS = {8: tl.uint64, 4: tl.uint32, 2: tl.uint16, 1: tl.uint8}
 
 PROGRAM_WORDS = 1024
@@ -80,19 +82,7 @@ def sum_cells(
     cell_of_part = tl.program_id(0) * CELLS + tl.arange(0, CELLS)
     present = cell_of_part < num_cells
     cell = first_cell + cell_of_part
-    unit_of_segment = cell // num_offsets
-    offset = cell - unit_of_segment * num_offsets
-    row = unit_of_segment // num_units
-    unit = unit_of_segment - row * num_units
-
-    offsets_table = table + 2 * num_units
-    rows_table = offsets_table + num_offsets
-    block = tl.load(table + 2 * unit, mask=present, other=0)
-    in_block = tl.load(table + 2 * unit + 1, mask=present, other=0)
-    in_unit = tl.load(offsets_table + offset, mask=present, other=0)
-    row_address = tl.load(rows_table + 2 * row, mask=present, other=0)
-    block_stride = tl.load(rows_table + 2 * row + 1, mask=present, other=0)
-    address = row_address + block * block_stride + in_block + in_unit
+    row, unit, offset, address = place(table, cell, num_units, num_offsets, present)
 
     key = tl.load(keys + row, mask=present, other=0)
     key += tl.load(keys + num_rows + unit, mask=present, other=0)

@@ -22,6 +22,32 @@ PROGRAM_WORDS = 1024
 """Words that a program copies: four loads of 16 bytes per thread, so that many are on their way."""
 
 
+@triton.jit
+def place(table, piece, num_units, num_offsets, present):
+    """Row, unit and offset of pieces, and their addresses, from the segment's table.
+
+    Args:
+        table: int64 tensor of the segment, see above.
+        piece: numbers of the pieces in their segment.
+        num_units: units of the segment.
+        num_offsets: pieces of a unit.
+        present: which of the pieces there are; nothing is read for the others.
+    """
+    unit_of_segment = piece // num_offsets
+    offset = piece - unit_of_segment * num_offsets
+    row = unit_of_segment // num_units
+    unit = unit_of_segment - row * num_units
+
+    offsets_table = table + 2 * num_units
+    rows_table = offsets_table + num_offsets
+    block = tl.load(table + 2 * unit, mask=present, other=0)
+    in_block = tl.load(table + 2 * unit + 1, mask=present, other=0)
+    in_unit = tl.load(offsets_table + offset, mask=present, other=0)
+    row_address = tl.load(rows_table + 2 * row, mask=present, other=0)
+    block_stride = tl.load(rows_table + 2 * row + 1, mask=present, other=0)
+    return row, unit, offset, row_address + block * block_stride + in_block + in_unit
+
+
 # The numbers differ from call to call: none may become a part of the compiled code, or a transfer
 # would wait for the compiler.
 @triton.jit(
@@ -72,21 +98,9 @@ def copy_chunks(
     piece_of_parcel = chunk // chunks_per_piece
     part = chunk - piece_of_parcel * chunks_per_piece
     piece = first_piece + piece_of_parcel
-    unit_of_segment = piece // num_offsets
-    offset = piece - unit_of_segment * num_offsets
-    row = unit_of_segment // num_units
-    unit = unit_of_segment - row * num_units
+    _row, _unit, _offset, address = place(table, piece, num_units, num_offsets, present)
 
-    offsets_table = table + 2 * num_units
-    rows_table = offsets_table + num_offsets
-    block = tl.load(table + 2 * unit, mask=present, other=0)
-    in_block = tl.load(table + 2 * unit + 1, mask=present, other=0)
-    in_unit = tl.load(offsets_table + offset, mask=present, other=0)
-    row_address = tl.load(rows_table + 2 * row, mask=present, other=0)
-    block_stride = tl.load(rows_table + 2 * row + 1, mask=present, other=0)
-
-    in_piece = part.to(tl.int64) * (CHUNK_WORDS * WORD_BYTES)
-    in_cache = row_address + block * block_stride + in_block + in_unit + in_piece
+    in_cache = address + part.to(tl.int64) * (CHUNK_WORDS * WORD_BYTES)
     in_slot = slot_address.to(tl.int64) + chunk.to(tl.int64) * (CHUNK_WORDS * WORD_BYTES)
 
     word = tl.arange(0, CHUNK_WORDS)[None, :]
