@@ -72,7 +72,6 @@ from kvcourier.tracing.interface import Tracing
 _log = logging.getLogger(__name__)
 
 Chosen = Mapping[LegName, Instance]
-_P, _D = LegName.PREFILL, LegName.DECODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +143,9 @@ class Attempt:
     ) -> None:
         self._services = services
         self._client = call
-        self._chosen: dict[LegName, Instance] = {} if prefill is None else {_P: prefill}
+        self._chosen: dict[LegName, Instance] = (
+            {} if prefill is None else {LegName.PREFILL: prefill}
+        )
         self._first_decode = decode
         self._tried = tried
         self._passed: set[Instance] = set()
@@ -240,7 +241,7 @@ class Attempt:
         self._story.happened(event)
         if isinstance(event, PrefillAnswered) and event.answer.ok:
             self._compare(event)
-            self._chosen[_P].work.pace.learn(*self._took)
+            self._chosen[LegName.PREFILL].work.pace.learn(*self._took)
         await self._perform(self._dispatch.handle(event))
 
     def _judge(self, event: Event) -> None:
@@ -253,7 +254,7 @@ class Attempt:
             handoff = read_handoff(event.answer.content)
         except ValueError:
             return
-        self._chosen[_P].check_handoff(handoff or {})
+        self._chosen[LegName.PREFILL].check_handoff(handoff or {})
 
     async def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -295,7 +296,7 @@ class Attempt:
                 case EndStream():
                     await self._stream.end()
                 case BreakStream(kind, reason):
-                    decode = self._chosen[_D].name
+                    decode = self._chosen[LegName.DECODE].name
                     message = f"The decode instance {decode} {reason} in the middle of the answer."
                     await self._stream.break_off(message, kind)
                 case Finish(outcome):
@@ -306,19 +307,19 @@ class Attempt:
         """Whether D may still need what P has: until then P is not done, though its leg may be."""
         if keeps != self._keeps_prefill:
             self._keeps_prefill = keeps
-            self._chosen[_P].work.num_kept += 1 if keeps else -1
+            self._chosen[LegName.PREFILL].work.num_kept += 1 if keeps else -1
 
     def _start_prefill(self, leg: Leg) -> None:
         self._keep_prefill(True)
-        prefill = self._chosen[_P].spec
-        leg = self._story.sent(_P, prefill.url, leg)
+        prefill = self._chosen[LegName.PREFILL].spec
+        leg = self._story.sent(LegName.PREFILL, prefill.url, leg)
         url = prefill.url + self._client.path
         upstream = self._services.upstream
         self._start(LegName.PREFILL, lambda: upstream.prefill(url, leg, self._post))
 
     async def _await_near(self) -> None:
         """Wait out the estimate, then ask P, if it tells, until it is nearly done."""
-        prefill, lead_s = self._chosen[_P], self._services.config.timeouts.near_lead_s
+        prefill, lead_s = self._chosen[LegName.PREFILL], self._services.config.timeouts.near_lead_s
         work = prefill.work
         # Our own leg has begun by the time this runs, and is part of what is ahead.
         await asyncio.sleep(bind_after_s(work.pace.expected_s(work.backlog), lead_s))
@@ -339,21 +340,21 @@ class Attempt:
             self._post(DecodeStalled())
 
     def _next_decode(self, tried: Collection[Instance]) -> Instance | None:
-        call, side = self._client, self._services.sides[_D]
+        call, side = self._client, self._services.sides[LegName.DECODE]
         mode = None if self._call.is_alone else call.mode
         return side.pick(mode, tried, call.prompt, call.conversation, self._keeper)
 
     def _start_decode(self, params: Params) -> None:
         call = self._client
-        if _D in self._chosen:
-            self._passed.add(self._chosen[_D])
+        if LegName.DECODE in self._chosen:
+            self._passed.add(self._chosen[LegName.DECODE])
         decode, self._first_decode = self._first_decode, None
         decode = decode or self._next_decode(self._tried | self._passed)
         if decode is None:
             reason = f"takes part in {call.mode}, is not drained, and was not tried already"
             self._post(LegLost(LegName.DECODE, FailureKind.NO_INSTANCE, reason))
             return
-        self._chosen[_D] = decode
+        self._chosen[LegName.DECODE] = decode
         self._num_decode_legs += 1
         post = partial(self._post, decode_leg=self._num_decode_legs)
         leg = decode_leg(self._call, params, decode.spec.dp_rank)
