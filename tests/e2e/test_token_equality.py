@@ -158,7 +158,11 @@ def test_a_binding_of_ones_own_through_the_router(
     if binding is Binding.LATE:
         assert not any(entry.get("while_computing") for entry in stories[0])
     was_offered = any(entry["what"] == "offered" for entry in stories[1])
-    assert was_offered == (binding is Binding.EARLY and mode == "pull")
+    if mode == "push" or binding is Binding.LATE:
+        assert not was_offered
+    elif binding is Binding.EARLY:
+        assert was_offered
+    # Near, P's answer and D's leg race, as they are meant to: D may be told before or after.
 
 
 @pytest.mark.parametrize("mode", MODES)
