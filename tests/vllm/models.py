@@ -1,4 +1,8 @@
-"""Small models with random weights, written to disk as vLLM loads them."""
+"""Small models with random weights, written to disk as vLLM loads them.
+
+In float32: with bfloat16 the likeliest two tokens of such a model are often alike, and which one an
+engine takes depends on the processor and on where a prompt is cut into steps.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -24,14 +28,14 @@ _COMMON: dict[str, Any] = {
 }
 
 
-def write_qwen3(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+def write_qwen3(folder: Path) -> Path:
     """K and V of four heads."""
     torch.manual_seed(0)
     config = Qwen3Config(**_COMMON, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
-    return _write(folder, Qwen3ForCausalLM(config), dtype)
+    return _write(folder, Qwen3ForCausalLM(config))
 
 
-def write_deepseek(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+def write_deepseek(folder: Path) -> Path:
     """One latent per token (MLA), of the sizes that vLLM's CPU kernel is compiled for; dense."""
     torch.manual_seed(0)
     config = DeepseekV2Config(
@@ -47,10 +51,10 @@ def write_deepseek(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
         # Larger than usual, so that attention has a say in the tokens.
         initializer_range=0.1,
     )
-    return _write(folder, DeepseekV2ForCausalLM(config), dtype)
+    return _write(folder, DeepseekV2ForCausalLM(config))
 
 
-def _write(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> Path:
+def _write(folder: Path, model: PreTrainedModel) -> Path:
     byte_tokenizer().save_pretrained(folder)
-    model.to(dtype).save_pretrained(folder)
+    model.save_pretrained(folder)
     return folder

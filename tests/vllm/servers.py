@@ -74,7 +74,7 @@ class Vllm:
         }
         self._command = (
             *(VENV / "bin/vllm", "serve", model, "--served-model-name", "tiny"),
-            *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16"),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"),
             *("--enforce-eager", "--max-model-len", "1024"),
             *("--kv-transfer-config", json.dumps(transfer)),
             *arguments,

@@ -59,7 +59,7 @@ def instances(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instances]:
         max_position_embeddings=2048,
         tie_word_embeddings=False,
     )
-    Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(model)
+    Gemma3ForCausalLM(config).save_pretrained(model)
     size = ("--block-size", str(BLOCK))
     servers = (
         Vllm("p", "kv_producer", model, folder, *size),
@@ -109,7 +109,7 @@ def test_a_window_moves_its_blocks_only(instances: Instances, way: str) -> None:
     # A worker's figures come with an answer of its engine; after a push that is the next one's.
     tokens(prefill.url, [5])
     # The last token is D's own: positions 0 to 799 of two layers, 781 to 799 of four.
-    block_bytes = 2 * 4 * 32 * 2 * BLOCK
+    block_bytes = 2 * 4 * 32 * 4 * BLOCK
     expected = moved_bytes(instances) + (2 * 25 + 4 * 1) * block_bytes
     with served(routers((prefill, decode))[way]) as url:
         tokens(url, prompt)

@@ -6,7 +6,6 @@ See `test_cpu_pair` for what it needs.
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from .models import write_deepseek
 from .servers import Vllm, needs_vllm, routers, served, started, tokens, wait_until
@@ -20,11 +19,10 @@ pytestmark = [*needs_vllm, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Vllm, Vllm]]:
     folder = tmp_path_factory.mktemp("vllm")
-    model = write_deepseek(folder / "model", torch.float32)
-    exact = ("--dtype", "float32")
+    model = write_deepseek(folder / "model")
     servers = (
-        Vllm("p", "kv_producer", model, folder, *exact),
-        Vllm("d", "kv_consumer", model, folder, *exact),
+        Vllm("p", "kv_producer", model, folder),
+        Vllm("d", "kv_consumer", model, folder),
     )
     with started(*servers):
         yield servers

@@ -1,12 +1,11 @@
 """Real vLLM on this machine's CPU, split differently: P in one worker, D in two.
 
-See `test_cpu_pair` for what it needs. In float32, so that a sum over two workers is no other token.
+See `test_cpu_pair` for what it needs.
 """
 
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from .models import write_qwen3
 from .servers import Vllm, needs_vllm, routers, served, started, tokens
@@ -19,8 +18,8 @@ pytestmark = [*needs_vllm, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Vllm, Vllm]]:
     folder = tmp_path_factory.mktemp("vllm")
-    model = write_qwen3(folder / "model", torch.float32)
-    flags = ("--dtype", "float32", "--block-size", "32")
+    model = write_qwen3(folder / "model")
+    flags = ("--block-size", "32")
     servers = (
         Vllm("p", "kv_producer", model, folder, *flags),
         Vllm("d", "kv_consumer", model, folder, *flags, "--tensor-parallel-size", "2"),
