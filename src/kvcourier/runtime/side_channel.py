@@ -35,7 +35,6 @@ _log = logging.getLogger(__name__)
 _MAX_QUEUED = 4096
 _MAX_SOCKETS = 1 << 16
 """Three for each rank of a peer, one to talk and two to watch it. ZMQ's own limit is 1023."""
-_STOP_POLL_MS = 100
 _REFUSAL_TIMEOUT_S = 1.0
 _KEY = b" key "
 """Between identity and key; the key is the rest, and of one length, so nobody can forge it."""
@@ -67,7 +66,8 @@ class HandshakeServer:
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self._socket.setsockopt(zmq.LINGER, 0)
         be_server(self._socket, keys)
-        self._stopping = threading.Event()
+        self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="kv-handshake", daemon=True)
         try:
             self.port = _bind(self._socket, host, port)
@@ -81,15 +81,20 @@ class HandshakeServer:
 
     def close(self) -> None:
         """Stop answering and free the port; blocks for a moment; idempotent."""
-        self._stopping.set()
+        if self._closed:
+            return
+        self._closed = True
+        os.eventfd_write(self._stop_fd, 1)
         if self._thread.is_alive():
             self._thread.join()
+        os.close(self._stop_fd)
         _destroy(self._context, self._key_check, linger=0)
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
-            if not self._socket.poll(_STOP_POLL_MS):
-                continue
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._stop_fd, zmq.POLLIN)
+        while self._stop_fd not in dict(poller.poll()):
             identity, *frames = self._socket.recv_multipart()
             try:
                 reply = self._answer(frames[-1] if frames else b"")
