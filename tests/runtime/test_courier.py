@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from endpoint_rig import DIRECT, WAIT_S
-from kvcourier.config import TransferMode
+from kvcourier.config import Timing, TransferMode
 from kvcourier.core.handshake import request
 from kvcourier.core.messages import (
     REGISTRATION_PREFIX,
@@ -202,8 +202,13 @@ class Stall:
 def test_a_courier_that_is_kept_waiting_is_not_dead(world, stalled):
     """A model's step may keep the interpreter for seconds; the transfer goes on after it."""
     stall = Stall()
+    # Looks at the other side come sooner, and still leave it a second to answer.
+    timing = Timing(beat_s=0.25, peer_silence_s=1.0)
     options = {"transport_factory": stall.transport(world)}
-    rigs = {name: world.rig(name, **(options if name == stalled else {})) for name in "pd"}
+    rigs = {
+        name: world.rig(name, timing=timing, **(options if name == stalled else {}))
+        for name in "pd"
+    }
     prefill, decode = rigs["p"], rigs["d"]
     other = decode if stalled == "p" else prefill
     prefill.hold("p-x", "t-x")
@@ -411,7 +416,7 @@ def test_nobody_listens_at_the_peers_port(world):
 
 
 def test_nobody_answers_at_the_peers_port(world, dead_port):
-    prefill, decode = world.pair(handshake_timeout_s=0.1)
+    prefill, decode = world.pair(handshake_timeout_s=1.0)
     want(prefill, decode, "x", remote_port=dead_port)
     reason = failure(decode, "d-x")
     assert f"127.0.0.1:{dead_port}" in reason and "in time" in reason
@@ -495,7 +500,7 @@ BAD_HOSTS = pytest.mark.parametrize("host", ["not a host", "a/b", "ü"])
 
 @BAD_HOSTS
 def test_a_host_that_is_none_fails_one_request_only(world, host):
-    prefill, decode = world.pair(handshake_timeout_s=0.1)
+    prefill, decode = world.pair(handshake_timeout_s=1.0)
     want(prefill, decode, "x", remote_host=host)
     failure(decode, "d-x")
     world.still_works(prefill, decode)
@@ -503,7 +508,7 @@ def test_a_host_that_is_none_fails_one_request_only(world, host):
 
 @BAD_HOSTS
 def test_a_registration_with_a_host_that_is_none_harms_nobody(world, host):
-    prefill, decode = world.pair(handshake_timeout_s=0.1)
+    prefill, decode = world.pair(handshake_timeout_s=1.0)
     stranger = MemoryTransport(world.network, "stranger")
     agent = stranger.connect(world.transports["p"].agent_metadata())
     registration = Register(
