@@ -7,6 +7,9 @@ import socket
 
 _NUMBERS = itertools.count()
 _FIRST, _NUM_PORTS = 20_000, 10_000
+_APART = 6_181
+"""Between the first ports of processes that follow each other: the golden section keeps any few of
+them far apart, so that none takes a port that another has found free and not bound yet."""
 
 
 def free_port() -> int:
@@ -22,7 +25,7 @@ def free_port() -> int:
 def free_ports(count: int) -> range:
     """As many of them, one after the other."""
     for _ in range(_NUM_PORTS):
-        first = _FIRST + (os.getpid() * 37 + next(_NUMBERS)) % _NUM_PORTS
+        first = _FIRST + (os.getpid() * _APART + next(_NUMBERS)) % _NUM_PORTS
         ports = range(first, first + count)
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for port in ports:

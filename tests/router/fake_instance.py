@@ -329,10 +329,14 @@ async def world(
     num_decode: int = 1,
     specs: Callable[[FakeInstance], InstanceSpec] = lambda fake: InstanceSpec(fake.url),
     prepare: Callable[[list[FakeInstance]], None] = lambda fakes: None,
+    prefill_port: int = 0,
     **settings: Any,
 ) -> AsyncIterator[World]:
-    """Run fakes and a router; `prepare` changes the fakes before anybody asks them."""
-    prefill = [FakeInstance(f"p{index}") for index in range(num_prefill)]
+    """Run fakes and a router; `prepare` changes the fakes before anybody asks them.
+
+    A prefill instance whose place another one is to take has a `prefill_port` from `free_port`.
+    """
+    prefill = [FakeInstance(f"p{index}", prefill_port) for index in range(num_prefill)]
     decode = [FakeInstance(f"d{index}") for index in range(num_decode)]
     prepare([*prefill, *decode])
     config = RouterConfig(

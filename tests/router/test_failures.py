@@ -10,6 +10,7 @@ import pytest
 
 from kvcourier.router.config import InstanceSpec, RouterLimits, Timeouts
 from kvcourier.router.instances import Instance
+from ports import free_port
 from router.fake_instance import (
     CHUNKS,
     DONE,
@@ -568,7 +569,7 @@ async def test_nothing_is_retried_by_default() -> None:
 
 async def test_a_restarted_instance_is_asked_again() -> None:
     """The old life's coordinates are not used once its connection has failed."""
-    async with world() as here, bounded():
+    async with world(prefill_port=free_port()) as here, bounded():
         prefill = here.prefill[0]
         assert (await here.post(mode="push")).status_code == 200
         await prefill.server.stop()
@@ -611,7 +612,8 @@ async def test_another_incarnation_in_an_answer_makes_the_router_ask(change: str
 
 
 async def test_an_instance_that_is_not_up_yet_is_learned_later() -> None:
-    async with world(timeouts=Timeouts(backoff_s=0.01, backoff_max_s=0.02)) as here, bounded():
+    timeouts = Timeouts(backoff_s=0.01, backoff_max_s=0.02)
+    async with world(prefill_port=free_port(), timeouts=timeouts) as here, bounded():
         prefill = here.prefill[0]
         await prefill.server.stop()
         assert (await here.post(mode="push")).status_code == 503

@@ -265,9 +265,7 @@ def test_messages_to_one_peer_stay_in_order(open_channel):
 
 def test_a_peer_may_be_connected_before_it_is_there(open_channel):
     decode = open_channel(D)
-    with socket.socket() as placeholder:
-        placeholder.bind((HOST, 0))
-        port = placeholder.getsockname()[1]
+    port = free_port()
     decode.connect(P, HOST, port)
     assert decode.send(P, b"early")
     server = HandshakeServer(HOST, port, seen_by := _Recorder(), MAX_BYTES)
