@@ -6,11 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
+import msgspec
 import pytest
 import zmq
 
 from kvcourier.errors import ConfigError, RemoteProtocolError
 from kvcourier.ids import EngineId, Incarnation, InstanceAddress, PeerRank, Rank
+from kvcourier.runtime import side_channel
+from kvcourier.runtime.greeting import Listener
 from kvcourier.runtime.side_channel import HandshakeServer, SideChannel, sender_matches
 from ports import free_port
 
@@ -50,6 +53,21 @@ def serve(stack) -> Callable[..., InstanceAddress]:
         stack.callback(server.close)
         server.start()
         return InstanceAddress(EngineId("p"), HOST, server.port)
+
+    return make
+
+
+@pytest.fixture
+def connect(stack) -> Callable[[int, InstanceAddress], "zmq.Socket[bytes]"]:
+    """A socket of somebody who does not look first whom it talks to."""
+    context = stack.enter_context(zmq.Context())
+
+    def make(kind: int, address: InstanceAddress) -> "zmq.Socket[bytes]":
+        client = stack.enter_context(context.socket(kind))
+        client.setsockopt(zmq.LINGER, 0)
+        client.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
+        client.connect(f"tcp://{address.host}:{address.port}")
+        return client
 
     return make
 
@@ -131,20 +149,27 @@ def test_a_handshake_that_was_given_up_is_not_answered(serve, open_channel):
     assert take_answers(channel) == [(two, b"two")]
 
 
-def test_a_malformed_request_is_dropped_and_the_next_answered(serve, open_channel):
+def test_a_malformed_request_is_dropped_and_the_next_answered(serve, open_channel, connect):
+    seen: list[bytes] = []
+
     def answer(payload: bytes) -> bytes:
+        seen.append(payload)
         if payload != b"good":
             raise RemoteProtocolError("not good")
         return b"fine"
 
     address = serve(answer)
-    channel = open_channel(D)
+    rude = connect(zmq.DEALER, address)
     for payload in (b"bad", b"", b"good"):
-        channel.ask(address, payload)
+        rude.send(payload)
+    assert rude.recv() == b"fine"
+    channel = open_channel(D)
+    channel.ask(address, b"good")
     assert take_answers(channel) == [(address, b"fine")]
+    assert seen == [b"bad", b"", b"good", b"good"]
 
 
-def test_a_client_that_goes_before_its_answer_harms_nobody(serve, open_channel):
+def test_a_client_that_goes_before_its_answer_harms_nobody(serve, open_channel, connect):
     asked, gone = threading.Event(), threading.Event()
 
     def answer(payload: bytes) -> bytes:
@@ -154,17 +179,17 @@ def test_a_client_that_goes_before_its_answer_harms_nobody(serve, open_channel):
         return payload
 
     address = serve(answer)
-    impatient = SideChannel(peer("x"), HOST, MAX_BYTES)
-    impatient.ask(address, b"impatient")
+    impatient = connect(zmq.DEALER, address)
+    impatient.send(b"impatient")
     assert asked.wait(WAIT_S)
-    impatient.close()
+    impatient.close(linger=0)
     gone.set()
     channel = open_channel(D)
     channel.ask(address, b"patient")
     assert take_answers(channel) == [(address, b"patient")]
 
 
-def test_a_request_that_is_too_long_harms_nobody(serve, open_channel):
+def test_a_request_that_is_too_long_harms_nobody(serve, open_channel, connect):
     seen: list[int] = []
 
     def answer(payload: bytes) -> bytes:
@@ -173,8 +198,7 @@ def test_a_request_that_is_too_long_harms_nobody(serve, open_channel):
 
     address = serve(answer)
     channel = open_channel(D)
-    rude = open_channel(peer("x"))
-    rude.ask(address, b"x" * (MAX_BYTES + 1))
+    connect(zmq.DEALER, address).send(b"x" * (MAX_BYTES + 1))
     channel.ask(address, b"x" * MAX_BYTES)
     assert take_answers(channel) == [(address, b"fine")]
     assert seen == [MAX_BYTES]
@@ -213,7 +237,7 @@ def test_ipv6():
     HandshakeServer("::1", 0, lambda payload: payload, MAX_BYTES).close()
 
 
-def test_an_answer_that_cannot_be_sent_harms_nobody(serve, open_channel, monkeypatch):
+def test_an_answer_that_cannot_be_sent_harms_nobody(serve, open_channel, connect, monkeypatch):
     """ZMQ may refuse one, e.g. when the asker does not read: the asker asks again."""
     address = serve(lambda payload: payload)
     refused = threading.Event()
@@ -227,10 +251,43 @@ def test_an_answer_that_cannot_be_sent_harms_nobody(serve, open_channel, monkeyp
 
     monkeypatch.setattr(zmq.Socket, "send_multipart", send_multipart)
     channel = open_channel(D)
-    channel.ask(address, b"first")
+    connect(zmq.DEALER, address).send(b"first")
     assert refused.wait(WAIT_S)
     channel.ask(address, b"second")
     assert take_answers(channel) == [(address, b"second")]
+
+
+def test_nothing_is_sent_to_a_listener_of_somebody_else(open_channel, stack):
+    """A thread like that of vLLM's own connectors ends by an exception at what it does not know."""
+    listener = stack.enter_context(stack.enter_context(zmq.Context()).socket(zmq.ROUTER))
+    address = InstanceAddress(EngineId("p"), HOST, listener.bind_to_random_port(f"tcp://{HOST}"))
+    channel = open_channel(D)
+    channel.ask(address, b"hello")
+    ((refused, why),) = _until(channel, channel.refusals, 1, lambda: None)
+    assert refused == address
+    assert f"whoever listens at {address} is no instance of kvcourier" in why
+    assert channel.refusals() == channel.answers() == []
+    channel.close()
+    assert not listener.poll(50)
+
+
+def test_an_instance_that_is_stopped_is_asked_when_it_goes_on(serve, open_channel, monkeypatch):
+    found = [Listener.SILENT, Listener.SILENT, Listener.OURS]
+    monkeypatch.setattr(side_channel, "meet", lambda *_: found.pop(0))
+    address = serve(bytes.upper)
+    channel = open_channel(D)
+    channel.ask(address, b"hello")
+    assert take_answers(channel) == [(address, b"HELLO")]
+    assert not found
+
+
+def test_who_asks_as_vllms_own_connectors_do_hears_at_once_that_it_is_wrong(serve, connect):
+    def answer(payload: bytes) -> bytes:
+        raise RemoteProtocolError("no handshake of ours")
+
+    theirs = connect(zmq.REQ, serve(answer))
+    theirs.send(msgspec.msgpack.encode((b"get_meta_msg", 0, 0)))
+    assert theirs.recv_multipart() == [b"this is an instance of kvcourier"]
 
 
 # Messages.

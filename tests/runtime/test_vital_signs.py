@@ -10,7 +10,7 @@ from kvcourier.config import Limits
 from kvcourier.core.events import Sign
 from kvcourier.ids import EngineId, Incarnation, PeerRank, Rank
 from kvcourier.runtime.side_channel import SideChannel
-from kvcourier.runtime.vital_signs import VitalSigns, look
+from kvcourier.runtime.vital_signs import look
 
 HOST = "127.0.0.1"
 SHORT_S, LONG_S = 0.05, 20.0
@@ -57,13 +57,3 @@ def test_one_that_hangs_up_is_looked_at_again(listener):
 def test_a_host_that_is_none_is_silent(host):
     """Whose peer has shaken hands before, so it says nothing about that."""
     assert look(host, 1, SHORT_S) is Sign.SILENT
-
-
-def test_looks_are_taken_when_they_have_ended(listener):
-    woken = threading.Event()
-    signs: VitalSigns[str] = VitalSigns(woken.set)
-    assert signs.take() == []
-    signs.look_at("p", HOST, listener.getsockname()[1], SHORT_S)
-    assert woken.wait(LONG_S)
-    assert signs.take() == [("p", Sign.SILENT)]
-    assert signs.take() == []

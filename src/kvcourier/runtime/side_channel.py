@@ -29,15 +29,27 @@ from kvcourier.runtime.channel_keys import (
     be_server,
     key_of,
 )
-from kvcourier.runtime.vital_signs import VitalSigns
+from kvcourier.runtime.greeting import NAME, Listener, meet
+from kvcourier.runtime.looks import Looks
+from kvcourier.runtime.vital_signs import look
 
 _log = logging.getLogger(__name__)
 _MAX_QUEUED = 4096
 _MAX_SOCKETS = 1 << 16
 """Three for each rank of a peer, one to talk and two to watch it. ZMQ's own limit is 1023."""
-_REFUSAL_TIMEOUT_S = 1.0
+_MEETING_S = 1.0
 _KEY = b" key "
 """Between identity and key; the key is the rest, and of one length, so nobody can forge it."""
+
+
+_NOT_YOURS = b"this is an instance of kvcourier"
+_NOT_TO_BE_ASKED = {
+    Listener.GONE: "nobody listens at {}",
+    Listener.FOREIGN: (
+        "whoever listens at {} is no instance of kvcourier; both instances of a pair need it (in "
+        "vLLM, CourierConnector), so switch that one as well, or send it no such requests"
+    ),
+}
 
 
 class HandshakeServer:
@@ -65,6 +77,7 @@ class HandshakeServer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTING_ID, NAME)
         be_server(self._socket, keys)
         self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
@@ -96,13 +109,18 @@ class HandshakeServer:
         poller.register(self._stop_fd, zmq.POLLIN)
         while self._stop_fd not in dict(poller.poll()):
             identity, *frames = self._socket.recv_multipart()
+            *envelope, payload = frames or [b""]
             try:
-                reply = self._answer(frames[-1] if frames else b"")
+                reply = self._answer(payload)
             except RemoteProtocolError as error:
                 _log.warning("handshake request dropped: %s", error)
-                continue
+                if envelope != [b""]:
+                    continue
+                # A REQ socket, as vLLM's own connectors have. It cannot read this, so it fails its
+                # request at once, and not after the seconds that it waits for an answer.
+                reply = _NOT_YOURS
             try:
-                self._socket.send_multipart([identity, reply], zmq.DONTWAIT)
+                self._socket.send_multipart([identity, *envelope, reply], zmq.DONTWAIT)
             except zmq.ZMQError as error:
                 # The asker has gone, or does not read: its loss, and it asks again.
                 _log.warning("handshake answer dropped: %s", error)
@@ -190,10 +208,11 @@ class SideChannel:
         self._outgoing: dict[PeerRank, zmq.Socket[bytes]] = {}
         self._monitors: dict[PeerRank, zmq.Socket[bytes]] = {}
         self._places: dict[PeerRank, tuple[str, int]] = {}
-        self._vital_signs: VitalSigns[PeerRank] = VitalSigns(self.wake)
-        self._asked: VitalSigns[tuple[InstanceAddress, int]] = VitalSigns(self.wake)
+        self._vital_signs: Looks[PeerRank, Sign] = Looks(look, self.wake)
+        self._meetings: Looks[tuple[InstanceAddress, int], Listener] = Looks(meet, self.wake)
         self._num_asked = 0
         self._handshakes: dict[InstanceAddress, _Asked] = {}
+        self._refused: list[tuple[InstanceAddress, str]] = []
 
     def wake(self) -> None:
         """Make a running or the next `wait` return at once; from any thread, also after `close`."""
@@ -279,7 +298,7 @@ class SideChannel:
         """Look whether the peer's process is there and runs; the answer comes out of `signs`. One
         that we have no socket to is silent."""
         if peer in self._places:
-            self._vital_signs.look_at(peer, *self._places[peer], timeout_s)
+            self._vital_signs.begin(peer, *self._places[peer], timeout_s)
         else:
             self._vital_signs.say(peer, Sign.SILENT)
 
@@ -303,8 +322,10 @@ class SideChannel:
         return True
 
     def ask(self, address: InstanceAddress, payload: bytes) -> None:
-        """Send a handshake request; its answer comes out of `answers`. Where nobody listens, or
-        one of the two does not let the other in, the address comes out of `refusals`.
+        """Send a handshake request, once it is known that an instance of kvcourier listens there.
+
+        Its answer comes out of `answers`. Where nobody listens, or somebody else, or one of the two
+        does not let the other in, the address comes out of `refusals`.
 
         Raises:
             RemoteProtocolError: the peer's host is not an address, or its key is not known.
@@ -313,18 +334,19 @@ class SideChannel:
         socket = self._client(address.engine_id)
         monitor = HandshakeMonitor(socket)
         _connect(socket, address.host, address.port)
-        socket.send(payload, zmq.DONTWAIT)
         for each in (socket, monitor.socket):
             self._poller.register(each, zmq.POLLIN)
         self._num_asked += 1
-        self._handshakes[address] = _Asked(self._num_asked, socket, monitor)
-        # ZMQ would try for ever and say nothing.
-        self._asked.look_at(
-            (address, self._num_asked), address.host, address.port, _REFUSAL_TIMEOUT_S
-        )
+        self._handshakes[address] = _Asked(self._num_asked, payload, socket, monitor)
+        self._begin_meeting(address)
+
+    def _begin_meeting(self, address: InstanceAddress) -> None:
+        number = self._handshakes[address].number
+        self._meetings.begin((address, number), address.host, address.port, _MEETING_S)
 
     def answers(self) -> list[tuple[InstanceAddress, bytes]]:
         """Take the handshake answers that have come; each ends its request."""
+        self._send_requests()
         taken = []
         for address, asked in list(self._handshakes.items()):
             if _readable(asked.socket):
@@ -332,13 +354,23 @@ class SideChannel:
                 self.drop(address)
         return taken
 
+    def _send_requests(self) -> None:
+        """To those of whom it is known by now who they are."""
+        for (address, number), listener in self._meetings.take():
+            asked = self._handshakes.get(address)
+            if asked is None or asked.number != number:
+                continue
+            if listener in _NOT_TO_BE_ASKED:
+                self._refused.append((address, _NOT_TO_BE_ASKED[listener].format(address)))
+            elif listener is Listener.SILENT:
+                self._begin_meeting(address)
+            else:
+                asked.socket.send(asked.payload, zmq.DONTWAIT)
+
     def refusals(self) -> list[tuple[InstanceAddress, str]]:
         """Addresses that were asked and cannot answer, and why; each ends its request."""
-        refused = []
-        for (address, number), sign in self._asked.take():
-            asked = self._handshakes.get(address)
-            if sign is Sign.GONE and asked is not None and asked.number == number:
-                refused.append((address, f"nobody listens at {address}"))
+        self._send_requests()
+        refused, self._refused = self._refused, []
         for address, asked in self._handshakes.items():
             problem = asked.monitor.problem(address, self._keys is not None)
             if problem:
@@ -390,6 +422,7 @@ class _Asked:
     """A handshake that was asked for."""
 
     number: int
+    payload: bytes
     socket: "zmq.Socket[bytes]"
     monitor: HandshakeMonitor
 
