@@ -1,8 +1,7 @@
 """Asking an instance's side channel about itself.
 
-Decides how long is waited and how a failure is put into words. Refuses to ask anybody who is not
-known to run our courier: vLLM's own listener ends by an exception, for all its peers, when it gets
-a message that it does not know.
+Decides how long is waited and how a failure is put into words. Who does not run our courier is not
+asked: the side channel sees to that (`runtime/greeting.py`).
 """
 
 import socket
