@@ -4,7 +4,9 @@ import itertools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
-from endpoint_rig import Rig
+import zmq
+
+from endpoint_rig import WAIT_S, Rig
 from kvcourier.config import Limits, PathPolicy, StagingConfig, Timing, TransferMode
 from kvcourier.core.handshake import Facts, PeerInstance, facts_of, read_answer, request
 from kvcourier.ids import EngineId, Incarnation, InstanceAddress, PeerRank, Rank
@@ -72,6 +74,16 @@ class World:
         channel = SideChannel(me, "127.0.0.1", Limits().max_message_bytes)
         self._stack.callback(channel.close)
         return channel
+
+    def stranger(self, rig: Rig) -> "zmq.Socket[bytes]":
+        """A socket to an instance's handshake server that sends whatever it is told to."""
+        socket = self._stack.enter_context(
+            self._stack.enter_context(zmq.Context()).socket(zmq.DEALER)
+        )
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
+        socket.connect(f"tcp://127.0.0.1:{rig.endpoint.instance_info()['side_channel_port']}")
+        return socket
 
     def still_works(self, prefill: Rig, decode: Rig) -> None:
         """A push and a pull with fresh names bring every byte."""

@@ -17,7 +17,7 @@ from kvcourier.core.messages import (
     sender_fields,
 )
 from kvcourier.errors import KVCourierError
-from kvcourier.ids import EngineId, InstanceAddress, PeerRank, Rank, RequestId
+from kvcourier.ids import EngineId, PeerRank, Rank, RequestId
 from kvcourier.runtime.reports import Outcome
 from kvcourier.transport.interface import Operation
 from kvcourier.transport.memory import Fate, InFlight, MemoryTransport
@@ -375,12 +375,11 @@ def test_a_question_over_the_data_path_is_not_answered(world):
 
 def test_malformed_handshakes_are_dropped(world, dead_port):
     prefill, decode = world.pair()
-    channel = world.channel()
-    info = prefill.endpoint.instance_info()
-    address = InstanceAddress(EngineId("p"), "127.0.0.1", info["side_channel_port"])
+    stranger = world.stranger(prefill)
     for payload in (b"", b"junk", b"\xdd\xff\xff\xff\xff", b"\x81\xb0protocol_version\x01"):
-        channel.ask(address, payload)
-    describe(prefill, channel)
+        stranger.send(payload)
+    assert b"protocol_version: " in stranger.recv()
+    describe(prefill, world.channel())
     world.still_works(prefill, decode)
     # Whoever looks at P sees that something speaks to it that is no peer.
     # The last one is of another version, and is answered so.
@@ -390,16 +389,12 @@ def test_malformed_handshakes_are_dropped(world, dead_port):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_handshake_nested_deeply_does_not_end_the_server(world):
     prefill = world.rig("p")
-    channel = world.channel()
-    info = prefill.endpoint.instance_info()
-    address = InstanceAddress(EngineId("p"), "127.0.0.1", info["side_channel_port"])
-    channel.ask(address, b"\x82\xa1x" + b"\x91" * 100_000 + b"\xc0\xb0protocol_version\x01")
+    stranger = world.stranger(prefill)
+    stranger.send(b"\x82\xa1x" + b"\x91" * 100_000 + b"\xc0\xb0protocol_version\x01")
     # One server thread takes requests in order: this one comes after the bomb.
-    facts = facts_for(prefill)
-    other = world.channel()
-    other.ask(address, request(address.engine_id, TransferMode.PUSH, facts))
+    stranger.send(request(EngineId("p"), TransferMode.PUSH, facts_for(prefill)))
     server = prefill.endpoint._server
-    prefill.wait_until(lambda: bool(other.answers()) or not server._thread.is_alive())
+    prefill.wait_until(lambda: bool(stranger.poll(0)) or not server._thread.is_alive())
     assert server._thread.is_alive()
 
 
