@@ -57,12 +57,15 @@ def existing() -> dict[str, Series]:
         if line.startswith("| `kvcourier"):
             name, kind, labels, _ = (cell.strip() for cell in line.strip("|").split("|"))
             found.update(series_of(name.strip("`"), kind, set(re.findall(r"\w+", labels))))
-    histograms, counters = STATS.read_text().split("COUNTS: ", 1)
+    histograms, others = STATS.read_text().split("COUNTS: ", 1)
+    counters, gauges = others.split("GAUGES: ", 1)
     named = r'"((?:vllm:nixl_|kvcourier:)\w+)"'
     for name in re.findall(named, histograms):
         found.update(series_of(name, "histogram", OF_VLLM))
     for name in re.findall(named, counters):
         found.update(series_of(f"{name}_total", "counter", OF_VLLM))
+    for name in re.findall(named, gauges):
+        found.update(series_of(name, "gauge", OF_VLLM))
     return found
 
 
@@ -95,6 +98,7 @@ def test_the_series_are_those_of_all_three():
     assert "le" in EXISTING["kvcourier_router_leg_seconds_bucket"].labels
     assert "vllm:nixl_num_kv_expired_reqs_total" in EXISTING
     assert "kvcourier:block_run_length_bucket" in EXISTING
+    assert EXISTING["kvcourier:quarantined_bytes"] == Series(frozenset(OF_VLLM), False)
 
 
 @pytest.mark.parametrize(("who", "expr"), expressions())

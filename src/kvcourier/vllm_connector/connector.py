@@ -20,7 +20,7 @@ from kvcourier.vllm_connector.caches import largest_request, read_cache
 from kvcourier.vllm_connector.progress import StepNews
 from kvcourier.vllm_connector.scheduler_side import SchedulerSide
 from kvcourier.vllm_connector.settings import ConnectorSettings, read_settings
-from kvcourier.vllm_connector.stats import CourierPromMetrics, CourierStats
+from kvcourier.vllm_connector.stats import CourierPromMetrics, CourierStats, SizeTeller
 from kvcourier.vllm_connector.versions import (
     REPORTS_FAILED_REQUESTS,
     HybridSupport,
@@ -74,6 +74,7 @@ class CourierConnector(KVConnectorBase_V1, HybridSupport):
         self._settings: ConnectorSettings = read_settings(vllm_config)
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
+        self._sizes = SizeTeller("scheduler")
         if role is KVConnectorRole.SCHEDULER:
             groups = kv_cache_config.kv_cache_groups
             self._scheduler = SchedulerSide(
@@ -204,11 +205,12 @@ class CourierConnector(KVConnectorBase_V1, HybridSupport):
         return self._worker.take_news() if self._worker is not None else None
 
     def get_kv_connector_stats(self) -> Any:
-        """What happened since the last time."""
+        """What happened since the last time, and how things stand."""
         if self._worker is not None:
             return self._worker.take_stats()
-        counts = self._scheduling.take_counts()
-        return CourierStats(data=counts) if counts else None
+        scheduler = self._scheduling
+        data = scheduler.take_counts() | self._sizes.tell({"holds": scheduler.num_held})
+        return CourierStats(data) if data else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:

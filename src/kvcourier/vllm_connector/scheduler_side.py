@@ -11,10 +11,12 @@ import enum
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvcourier.config import Granularity
 from kvcourier.core import handshake, inquiry
+from kvcourier.core.outcomes import Side
 from kvcourier.core.params import (
     HolderAddress,
     HoldIntent,
@@ -64,6 +66,14 @@ _log = logging.getLogger(__name__)
 _FINISHED_WELL = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 
 
+@dataclass(frozen=True, slots=True)
+class _Loan:
+    """A request's blocks, which vLLM has lent us: to be sent, or to be filled."""
+
+    side: Side
+    key: TransferKey | None = None
+
+
 class _Phase(enum.Enum):
     """How far a request is whose KV somebody else holds."""
 
@@ -83,7 +93,7 @@ class SchedulerSide:
         self._keys: set[TransferKey | None] = set()
         self._wants: dict[RequestId, _Phase] = {}
         self._sources: dict[RequestId, Source] = {}
-        self._lent: dict[RequestId, TransferKey | None] = {}
+        self._lent: dict[RequestId, _Loan] = {}
         self._num_holds = 0
         self._progress = ProgressTracker()
         self._turns = Turns(settings.turns, self._link.send, num_blocks)
@@ -202,7 +212,7 @@ class SchedulerSide:
         request_id = RequestId(request.request_id)
         self._allocated(request, block_ids, num_external_tokens)
         if self._turns.allocated(request_id, block_ids, num_external_tokens, self._tables):
-            self._lent[request_id] = None
+            self._lent[request_id] = _Loan(Side.WANT)
         if self._wants.get(request_id) is not _Phase.QUEUED:
             return
         if num_external_tokens <= 0:
@@ -214,7 +224,7 @@ class SchedulerSide:
             int(request.num_prompt_tokens) - 1,
         )
         self._wants[request_id] = _Phase.RECEIVING
-        self._lent[request_id] = None
+        self._lent[request_id] = _Loan(Side.WANT)
         wanted = [table.ids(block_ids, span) for table in self._tables]
         self._link.send(Receive(request_id, wanted, span.start, span.stop))
 
@@ -251,7 +261,7 @@ class SchedulerSide:
             for request_id in list(results or ()):
                 if request_id in self._lent:
                     # The couriers know a transfer id until now, whatever vLLM has finished.
-                    self._keys.discard(self._lent.pop(RequestId(request_id)))
+                    self._keys.discard(self._lent.pop(RequestId(request_id)).key)
                     if request_id in self._wants or request_id in self._holds:
                         self._admission.complete(RequestId(request_id))
                     self._wants.pop(RequestId(request_id), None)
@@ -289,14 +299,14 @@ class SchedulerSide:
             return False, None
         if not finished_well or not any(block_ids):
             return self._give_up(request_id, key, block_ids), None
-        self._lent[request_id] = key
+        self._lent[request_id] = _Loan(Side.HOLD, key)
         groups = [table.ids(block_ids, TokenSpan(0, num_tokens)) for table in self._tables]
         self._link.send(FinishPrefill(request_id, groups, num_tokens))
         return True, self._handoff(request_id, groups, num_tokens, hold_id, key)
 
     def _keep(self, request_id: RequestId, kept: Kept) -> dict[str, Any]:
         """A turn is over: keep its KV for the next; returns the params for the answer."""
-        self._lent[request_id] = None
+        self._lent[request_id] = _Loan(Side.HOLD)
         hold_id = self._new_hold_id()
         ttl_s = self._turns.hand_over(kept, hold_id)
         told = self._handoff(kept.name, kept.block_ids, kept.num_tokens, hold_id, None)
@@ -323,6 +333,12 @@ class SchedulerSide:
             key,
         )
 
+    @property
+    def num_held(self) -> int:
+        """Prompts and answers whose blocks are kept for somebody. vLLM goes on stepping while
+        there are any."""
+        return sum(loan.side is Side.HOLD for loan in self._lent.values())
+
     def take_counts(self) -> dict[str, int]:
         """What happened to histories since the last time, by keys of `stats.COUNTS`."""
         counts, self._turns.counts = self._turns.counts, Counter()
@@ -344,7 +360,7 @@ class SchedulerSide:
             self._keys.discard(key)
             self._link.send(Abort(request_id))
             return False
-        self._lent[request_id] = key
+        self._lent[request_id] = _Loan(Side.HOLD, key)
         self._link.send(Abort(request_id, [list(group) for group in block_ids]))
         return True
 

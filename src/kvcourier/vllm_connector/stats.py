@@ -1,12 +1,16 @@
 """Statistics on their way from a worker to vLLM's `/metrics`.
 
-Decides which of vLLM's `vllm:nixl_*` metrics our events fill. Refuses to know when they happen.
+Decides which of vLLM's `vllm:nixl_*` metrics our events fill, and what is told of the moment.
+Refuses to know when they happen.
 
-A worker records, vLLM carries the record to its API process and observes it there.
+A worker records, vLLM carries the record of each step to its API process and observes it there.
+Where it has several API processes, each record goes to one of them. So a record tells of all that
+is not zero at the moment, and what it does not tell of is zero: nobody has to have seen those
+before it.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +129,29 @@ COUNTS: Mapping[str, tuple[str, str]] = {
 }
 """Key of a number, to the counter it adds to: name, help."""
 
+GAUGES: Mapping[str, tuple[str, str, Callable[[Iterable[float]], float]]] = {
+    "holds": ("kvcourier:holds", "Prompts and answers whose blocks are kept for somebody.", sum),
+    "operations_in_flight": (
+        "kvcourier:operations_in_flight",
+        HELP["operations_in_flight"],
+        sum,
+    ),
+    "quarantined_bytes": (
+        "kvcourier:quarantined_bytes",
+        "Memory that nobody may use because something may still touch it.",
+        sum,
+    ),
+    "quarantined_perc": (
+        "kvcourier:quarantined_perc",
+        "Part of the KV cache that this is, 0 to 1, on the rank where it is most.",
+        max,
+    ),
+}
+"""Key of a size at the moment, to its gauge: name, help, what those of one engine come to."""
+
+_AT_THE_MOMENT = "gauges"
+"""Key of the sizes: of each rank that tells any, and of the scheduler, by name."""
+
 MAX_RUNS = 64
 """Samples of one request's runs: evenly many from the short ones to the long ones."""
 MAX_SAMPLED_RUNS = 1024
@@ -133,102 +160,140 @@ MAX_SAMPLED_RUNS = 1024
 
 @dataclass
 class CourierStats(KVConnectorStats):
-    """What happened in one interval: lists of samples and numbers, as `data`."""
+    """What happened in one interval, as `data`: lists of samples, numbers, and sizes at its end.
 
-    def __post_init__(self) -> None:
-        for key in SAMPLES:
-            self.data.setdefault(key, [])
-        for key in COUNTS:
-            self.data.setdefault(key, 0)
+    What is not in it is empty or zero. vLLM makes one of several in two ways, by the same method:
+    of the ranks in one step, and of the steps since its last line in the log. So sizes are kept by
+    who told them, and of one's the later ones count.
+    """
 
     def reset(self) -> None:
         """Forget everything."""
         self.data.clear()
-        self.__post_init__()
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
+        """Whether there is nothing to tell. That all sizes are back at zero is something."""
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> "CourierStats":
-        """Take another interval's or rank's record in."""
+        """Take a later interval's, or another rank's, record in."""
         for key, value in other.data.items():
-            self.data[key] = self.data.get(key, type(value)()) + value
+            if key == _AT_THE_MOMENT:
+                self.data[key] = {**self.data.get(key, {}), **value}
+            else:
+                self.data[key] = self.data.get(key, type(value)()) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """One line's worth for vLLM's log."""
-        durations, sizes = self.data["transfer_duration"], self.data["bytes_transferred"]
-        seconds = sum(durations)
+        durations, sizes = self._samples("transfer_duration"), self._samples("bytes_transferred")
+        now = sizes_of(self.data)
         return {
             "Num transfers": len(durations),
-            "Avg transfer (ms)": round(1e3 * seconds / max(1, len(durations)), 3),
-            "Avg post (ms)": round(
-                1e3 * sum(self.data["post_duration"]) / max(1, len(self.data["post_duration"])), 3
-            ),
-            "Avg MB per transfer": round(sum(sizes) / max(1, len(sizes)) / 1e6, 3),
-            "Avg descriptors": round(
-                sum(self.data["num_descriptors"]) / max(1, len(self.data["num_descriptors"])), 1
-            ),
-            "Failed": self.data["num_failed_transfers"],
-            "Expired": self.data["num_kv_expired_reqs"],
+            "Avg transfer (ms)": round(1e3 * _mean(durations), 3),
+            "Avg post (ms)": round(1e3 * _mean(self._samples("post_duration")), 3),
+            "Avg MB per transfer": round(_mean(sizes) / 1e6, 3),
+            "Avg descriptors": round(_mean(self._samples("num_descriptors")), 1),
+            "Failed": self.data.get("num_failed_transfers", 0),
+            "Expired": self.data.get("num_kv_expired_reqs", 0),
+            "Held now": int(now["holds"]),
+            "Quarantined MB now": round(now["quarantined_bytes"] / 1e6, 3),
         }
+
+    def _samples(self, key: str) -> list[float]:
+        return list(self.data.get(key, ()))
+
+
+def sizes_of(data: Mapping[str, Any]) -> dict[str, float]:
+    """What a record's sizes come to for the whole engine, by keys of `GAUGES`."""
+    told = [{}, *data.get(_AT_THE_MOMENT, {}).values()]
+    return {
+        key: combined(sizes.get(key, 0) for sizes in told)
+        for key, (_, _, combined) in GAUGES.items()
+    }
+
+
+def _mean(samples: list[float]) -> float:
+    return sum(samples) / max(1, len(samples))
+
+
+class SizeTeller:
+    """Decides when one process of an engine tells sizes: while one of them is not zero, and once
+    more when all are, as vLLM may have nothing to ask for after that."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._at_zero = True
+
+    def tell(self, sizes: Mapping[str, float]) -> dict[str, Any]:
+        """What to put into a record of sizes as they are now, by keys of `GAUGES`."""
+        was_at_zero, self._at_zero = self._at_zero, not any(sizes.values())
+        return {} if was_at_zero and self._at_zero else {_AT_THE_MOMENT: {self._name: dict(sizes)}}
 
 
 class StatsRecorder:
     """Listens to a courier (`runtime.metrics.CourierObserver`); thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: str = "") -> None:
+        self._sizes = SizeTeller(rank)
         self._lock = threading.Lock()
-        self._stats = CourierStats()
-        self._told: dict[str, int] = dict.fromkeys(_FROM_CORE, 0)
+        self._samples: dict[str, list[float]] = {key: [] for key in SAMPLES}
+        self._counts = dict.fromkeys(COUNTS, 0)
+        self._told = dict.fromkeys(_FROM_CORE, 0)
 
     def posted(self, operation: str, seconds: float, num_bytes: int, num_pieces: int) -> None:
         """An operation runs."""
         with self._lock:
-            self._stats.data["post_duration"].append(seconds)
-            self._stats.data["bytes_transferred"].append(num_bytes)
-            self._stats.data["num_descriptors"].append(num_pieces)
+            self._samples["post_duration"].append(seconds)
+            self._samples["bytes_transferred"].append(num_bytes)
+            self._samples["num_descriptors"].append(num_pieces)
 
     def completed(self, operation: str, seconds: float) -> None:
         """An operation has moved everything."""
         with self._lock:
-            self._stats.data["transfer_duration"].append(seconds)
+            self._samples["transfer_duration"].append(seconds)
 
     def count(self, key: str) -> None:
         """One more of something in `COUNTS`."""
         with self._lock:
-            self._stats.data[key] += 1
+            self._counts[key] += 1
 
     def failed(self, operation: str) -> None:
         """An operation could not be posted or did not complete."""
         with self._lock:
-            self._stats.data["num_failed_transfers"] += 1
+            self._counts["num_failed_transfers"] += 1
 
     def dropped(self, why: str) -> None:
         """A message was not delivered, or not believed."""
         with self._lock:
-            self._stats.data["num_failed_notifications"] += 1
+            self._counts["num_failed_notifications"] += 1
 
     def handed_over(self, side: Side, lengths: Int64Array) -> None:
         """vLLM has handed blocks of a request over."""
         places = np.linspace(0, len(lengths) - 1, min(MAX_RUNS, len(lengths)), dtype=np.int64)
         sampled = np.sort(lengths)[places].tolist()
         with self._lock:
-            samples = self._stats.data["block_run_length"]
+            samples = self._samples["block_run_length"]
             samples += sampled[: MAX_SAMPLED_RUNS - len(samples)]
 
-    def take(self, counts: Mapping[Counted, int]) -> CourierStats | None:
-        """The record since the last time, with what the core counted meanwhile."""
+    def take(
+        self, counts: Mapping[Counted, int], sizes: Mapping[str, float]
+    ) -> CourierStats | None:
+        """The record since the last time, with what the core counted meanwhile.
+
+        Args:
+            sizes: of this rank at the moment, by keys of `GAUGES`.
+        """
         with self._lock:
             for key, counted in _FROM_CORE.items():
                 total = counts.get(counted, 0)
-                self._stats.data[key] += total - self._told[key]
+                self._counts[key] += total - self._told[key]
                 self._told[key] = total
-            if self._stats.is_empty():
-                return None
-            taken, self._stats = self._stats, CourierStats()
-            return taken
+            happened = {k: v for k, v in (self._samples | self._counts).items() if v}
+            data = happened | self._sizes.tell(sizes)
+            self._samples = {key: [] for key in SAMPLES}
+            self._counts = dict.fromkeys(COUNTS, 0)
+        return CourierStats(data) if data else None
 
 
 class CourierPromMetrics(KVConnectorPromMetrics):
@@ -256,14 +321,29 @@ class CourierPromMetrics(KVConnectorPromMetrics):
             )
             for key, (name, text) in COUNTS.items()
         }
+        self._gauges = {
+            key: self._per_engine(
+                self._gauge_cls(
+                    name=name,
+                    documentation=text,
+                    # As vLLM's own gauges, where it has several API processes.
+                    multiprocess_mode="mostrecent",
+                    labelnames=labelnames,
+                )
+            )
+            for key, (name, text, _) in GAUGES.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record one interval of one engine."""
+        """Record one step of one engine, all its ranks."""
         for key, histograms in self._histograms.items():
             for value in transfer_stats_data.get(key, ()):
                 histograms[engine_idx].observe(value)
         for key, counters in self._counters.items():
-            counters[engine_idx].inc(transfer_stats_data.get(key, 0))
+            if count := transfer_stats_data.get(key, 0):
+                counters[engine_idx].inc(count)
+        for key, size in sizes_of(transfer_stats_data).items():
+            self._gauges[key][engine_idx].set(size)
 
     def _per_engine(self, metric: Any) -> dict[int, Any]:
         return {

@@ -79,7 +79,8 @@ class WorkerSide:
         self._held: set[RequestId] = set()
         self._failed: set[RequestId] = set()
         self._failed_blocks: set[int] = set()
-        self._stats = StatsRecorder()
+        self._stats = StatsRecorder(str(found.cache.rank))
+        self._cache_bytes = sum(region.size_bytes for region in found.cache.regions)
         self._is_first = found.cache.rank == Rank(0, 0)
         self._log_stories = settings.log_stories
         self._by_layer = settings.granularity is Granularity.LAYER
@@ -191,8 +192,18 @@ class WorkerSide:
         return taken
 
     def take_stats(self) -> CourierStats | None:
-        """What happened since the last time; None if nothing did."""
-        return self._stats.take(self._courier.endpoint.counts)
+        """What happened since the last time, and how things stand; None if there is nothing.
+
+        Nothing is lent any more once `take_results` has given all back, so what vLLM asks for
+        after that is not out of date for want of a further step.
+        """
+        gauges = self._courier.gauges()
+        sizes = {
+            "operations_in_flight": gauges["operations_in_flight"],
+            "quarantined_bytes": gauges["quarantined_bytes"],
+            "quarantined_perc": gauges["quarantined_bytes"] / self._cache_bytes,
+        }
+        return self._stats.take(self._courier.endpoint.counts, sizes)
 
     def close(self) -> None:
         """Stop the courier and give NIXL back."""

@@ -267,11 +267,12 @@ class Instance:
             kv_transfer_config=transfer,
             **(defaults | options),
         ).create_engine_config()
-        self.core = EngineCore(config, HandExecutor, log_stats=False)
+        self.core = EngineCore(config, HandExecutor, log_stats=True)
         self.scheduler = self.core.scheduler
         self.asked: dict[str, Asked] = {}
         self.requests: dict[str, Request] = {}
         self.transfer_ids: dict[str, str] = {}
+        self.records: list[dict[str, Any]] = []
         self.closed = False
         self.num_free_at_start = self.num_free
 
@@ -344,6 +345,9 @@ class Instance:
             return
         outputs, _ = self.core.step_fn()
         for output in (outputs or {}).values():
+            stats = output.scheduler_stats
+            if stats is not None and stats.kv_connector_stats is not None:
+                self.records.append(stats.kv_connector_stats)
             for each in output.outputs:
                 asked = self.asked[each.request_id]
                 asked.tokens += each.new_token_ids
