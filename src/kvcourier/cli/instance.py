@@ -5,6 +5,7 @@ settings. Refuses to know how any part works. This is the only place that knows 
 """
 
 import contextlib
+import gc
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +142,10 @@ def run_instance(settings: InstanceSettings) -> None:
             api_keys=settings.api_keys,
             tracing=tracing,
         )
+        # What there is by now stays. A collection that looks at all of it takes a fifth of a
+        # second, in the midst of requests and once more at the end.
+        gc.collect()
+        gc.freeze()
         serve_until_stopped(app, listener)
 
 
