@@ -12,5 +12,5 @@ from soak.verdict import summary, violations
 def test_a_minute(tmp_path: Path) -> None:
     with prepared(tmp_path, seed=2, minutes=1.0, num_clients=6) as soak:
         evidence = soak.run()
-    found = violations(evidence)
-    assert not found, "\n".join([*found, *summary(evidence)])
+        found = violations(evidence)
+        assert not found, "\n".join([*found, *summary(evidence), *soak.last_words()])

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -110,7 +111,13 @@ class Soak:
             },
             self._errors,
             last_answers,
+            self._began,
+            os.getloadavg()[0],
         )
+
+    def last_words(self) -> list[str]:
+        """The end of each process's log, as long as the processes are there."""
+        return [f"{name}, {each.child.log_tail()}" for name, each in self._servers.items()]
 
     def _watch_until(self, at: float) -> None:
         while (now := time.monotonic()) < at:

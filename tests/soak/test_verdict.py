@@ -25,6 +25,8 @@ FINE = Evidence(
     growth={"prefill": STEADY, "decode": None},
     errors={"prefill": []},
     last_answers={"pull": True},
+    began=0.0,
+    load=1.0,
 )
 
 

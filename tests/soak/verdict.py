@@ -4,6 +4,7 @@ Decides which failures are allowed and what counts as a leak. Refuses to know ho
 """
 
 import dataclasses
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -36,6 +37,8 @@ class Evidence:
         growth: per process; None where it did not live for long enough.
         errors: per process, what its log shows of an unexpected end.
         last_answers: whether requests after all of it, of each kind, were answered right.
+        began: when clients began to call, by `time.monotonic`.
+        load: processes that wanted to run, on average, in the last minute of it.
     """
 
     seed: int
@@ -48,6 +51,8 @@ class Evidence:
     growth: Mapping[str, Growth | None]
     errors: Mapping[str, Sequence[str]]
     last_answers: Mapping[str, bool]
+    began: float
+    load: float
 
 
 def is_right(outcome: Outcome, expected: Sequence[Sequence[int]]) -> bool:
@@ -69,17 +74,17 @@ def violations(evidence: Evidence) -> list[str]:
     """A sentence for everything that must not be."""
     found = []
     for outcome in evidence.outcomes:
+        span = _span(evidence, outcome.began, outcome.ended)
         if not is_right(outcome, evidence.expected):
             found.append(
                 f"wrong tokens: {outcome.call} got {outcome.tokens}, a single instance says "
                 f"{[list(evidence.expected[index][:48]) for index in outcome.call.prompts]}"
             )
         if outcome.end == "hung":
-            found.append(f"no end: {outcome.call} had no answer in time")
+            found.append(f"no end: {outcome.call} had no answer {span}")
         if outcome.end == "failed" and not is_hit(outcome, evidence.restarts):
             found.append(
-                f"failed, though nothing was down: {outcome.call}: {outcome.reason} after "
-                f"{outcome.ended - outcome.began:.2f} s"
+                f"failed, though nothing was down: {outcome.call}: {outcome.reason} {span}"
             )
     for name, gauges in evidence.leftovers.items():
         found += [
@@ -121,11 +126,14 @@ def summary(evidence: Evidence) -> list[str]:
     silent = sum(each.end == "left" and not any(each.tokens) for each in evidence.outcomes)
     lines = [
         f"seed {evidence.seed}, {evidence.minutes:g} minutes, {len(evidence.outcomes)} calls",
+        f"{evidence.load:.1f} processes wanted to run on {os.cpu_count()} cores",
         f"answered {counts['answered']}: {_listed(kinds)}",
         f"left by the client {counts['left']}, {silent} of them before the first token",
         f"failed {counts['failed']}: {_listed(reasons)}",
         "restarts "
-        + ", ".join(f"{each.whom} ({each.back - each.killed:.1f} s)" for each in evidence.restarts),
+        + ", ".join(
+            f"{each.whom} {_span(evidence, each.killed, each.back)}" for each in evidence.restarts
+        ),
     ]
     for name, growth in evidence.growth.items():
         grows = (
@@ -136,6 +144,10 @@ def summary(evidence: Evidence) -> list[str]:
         )
         lines.append(f"{name}: {grows}")
     return lines
+
+
+def _span(evidence: Evidence, first: float, last: float) -> str:
+    return f"from {first - evidence.began:.2f} s to {last - evidence.began:.2f} s"
 
 
 def _kind(outcome: Outcome) -> str:
