@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+_LOOK_S = 0.01
+
 
 class Handler(BaseHTTPRequestHandler):
     """What handlers have in common: they keep connections, and write no log."""
@@ -35,7 +37,10 @@ class Listener:
     def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        # It looks that often whether it is to end.
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_LOOK_S,), daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:

@@ -50,8 +50,12 @@ class Server:
 
     async def stop(self) -> None:
         """Close all connections, also those in use."""
-        for connection in list(self._server.server_state.connections):
+        open_ones = self._server.server_state.connections
+        for connection in list(open_ones):
             connection.transport.abort()
+        # uvicorn looks ten times a second whether they have gone.
+        while open_ones:
+            await asyncio.sleep(0)
         await self._server.shutdown(sockets=[self._socket])
 
 
