@@ -66,7 +66,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.bodies.append(body)
         self.server.modes.append(self.headers["x-kv-mode"])
         if self.server.together is not None and len(self.server.bodies) > 1:
-            self.server.together.wait(10)
+            self.server.together.wait(60)
         if self.server.status != 200:
             self.answer({"error": {"message": "prompt too long"}}, self.server.status)
             return

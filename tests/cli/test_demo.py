@@ -189,6 +189,7 @@ def test_the_command_writes_the_file_and_ends_with_the_verdict(
     assert json.loads(path.read_text()) == report.as_json()
 
 
+@pytest.mark.e2e
 def test_a_child_that_cannot_start_is_a_failure_with_its_log() -> None:
     result = CliRunner().invoke(app, ["demo", "--serve-flag=--block-size=0"])
     assert result.exit_code == 1

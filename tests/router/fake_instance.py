@@ -20,7 +20,7 @@ from kvcourier.router.app import create_app
 from kvcourier.router.attempt import Services
 from kvcourier.router.config import InstanceSpec, RouterConfig
 
-BOUND_S = 10.0
+BOUND_S = 60.0
 COMPLETIONS = "/v1/completions"
 MODES = tuple(TransferMode)
 

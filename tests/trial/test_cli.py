@@ -13,9 +13,11 @@ from kvcourier.cli.app import app
 from kvcourier.demo.processes import Children
 
 FAKE = Path(__file__).parents[1] / "bench" / "fake_openai.py"
-LIMIT_S = 200
+LIMIT_S = 300
 TINY = "random-llama:layers=2,hidden=64,heads=4,kv_heads=2,head_dim=16,vocab=258"
 SIDES = ("http://127.0.0.1:1#pull", "http://127.0.0.1:1#push")
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 
 
 @pytest.fixture
@@ -97,6 +99,8 @@ def test_a_log_is_sent_to_two_servers_and_judged(tmp_path: Path) -> None:
     assert f"Send clients to {urls[1]}." in done.stdout
 
 
+@pytest.mark.e2e
+@pytest.mark.nixl
 @pytest.mark.slow
 def test_pull_and_push_of_a_pair_started_here(tmp_path: Path) -> None:
     out = tmp_path / "out.json"

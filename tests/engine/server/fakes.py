@@ -25,7 +25,7 @@ from kvcourier.engine.api import (
 from kvcourier.engine.server import create_app
 from kvcourier.ids import RequestId
 
-WAIT_S = 10
+WAIT_S = 60
 EOS = 256
 MODEL = "tiny"
 INFO = ModelInfo(name="org/tiny", vocab_size=257, max_model_len=512, eos_token_ids=frozenset({EOS}))
