@@ -17,8 +17,8 @@ import uvicorn
 
 from kvcourier.config import TransferMode
 from kvcourier.router.app import create_app
-from kvcourier.router.attempt import Services
 from kvcourier.router.config import InstanceSpec, RouterConfig
+from kvcourier.router.services import Services
 
 BOUND_S = 60.0
 COMPLETIONS = "/v1/completions"

@@ -7,10 +7,12 @@ Reading path: `dispatch` (what happens on each event of a dispatch), `events` (i
 (what each instance is sent), `intake` (what a client may ask), `policy` (which instances serve it),
 `prompts` and `load` (what a policy goes by), `breaker` (who is left alone), `conversations`
 (what a turn leaves for the next): these are pure. Then
-`exchange` (one client call), `attempt` (drives one dispatch of it), `upstream` (one leg over HTTP),
-`instances` (what is known of each instance), `sides` (who is there), `membership` (who comes and
-goes), `answers` (what the router itself says), `app`, `pages` and `admin` (routes), `config`,
-`metrics`.
+`client_call` and `exchange` (one client call), `attempt` (drives one dispatch of it) with its parts
+`pairing` (who serves it), `running_legs` (what each has to do), `watches` (when to bind D, and when
+another) and `client_answer` (what the client gets), `upstream` (one leg over HTTP), `instances`
+(what is known of each instance), `sides` (who is there), `membership` (who comes and goes),
+`services` (what all calls share), `answers` (what the router itself says), `app`, `pages` and
+`admin` (routes), `config`, `metrics`.
 
 Nothing is re-exported here, so that reading settings does not load an HTTP stack:
 `app.create_app(config.RouterConfig(...))` is the way in.

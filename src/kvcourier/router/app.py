@@ -24,7 +24,7 @@ from kvcourier.config import Binding, TransferMode
 from kvcourier.ids import RequestId
 from kvcourier.router.admin import ADMIN_PREFIX, Admin, closed_routes
 from kvcourier.router.answers import JSON_TYPE, error_content, send_error
-from kvcourier.router.attempt import ClientCall, Services
+from kvcourier.router.client_call import ClientCall
 from kvcourier.router.config import InstanceSpec, RouterConfig
 from kvcourier.router.conversations import Conversations, conversation_key
 from kvcourier.router.events import CallOutcome, LegName
@@ -44,6 +44,7 @@ from kvcourier.router.membership import InstancesFile, Membership
 from kvcourier.router.metrics import RouterMetrics
 from kvcourier.router.pages import Pages
 from kvcourier.router.prompts import prompt_of
+from kvcourier.router.services import Services
 from kvcourier.router.sides import NO_PROMPT, Side
 from kvcourier.router.upstream import Upstream, make_client
 from kvcourier.tracing.interface import Tracing

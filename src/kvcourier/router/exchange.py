@@ -11,10 +11,12 @@ from starlette.types import Receive
 
 from kvcourier.config import Binding
 from kvcourier.router.answers import send_answer, send_error
-from kvcourier.router.attempt import Attempt, ClientCall, Services, answer_headers, subject
+from kvcourier.router.attempt import Attempt
+from kvcourier.router.client_call import ClientCall
 from kvcourier.router.events import STATUS_OF, CallOutcome, LegName, ReplyError
 from kvcourier.router.instances import Instance
 from kvcourier.router.policy import Skipped, why_alone
+from kvcourier.router.services import Services
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +47,7 @@ class Exchange:
         try:
             prefill = None if is_alone else await self._pick_prefill(tried)
         except _NoInstance as error:
-            headers = answer_headers(call, None, {})
-            await send_error(call.send, 503, str(error), headers, code="no_instance")
+            await send_error(call.send, 503, str(error), call.answer_headers, code="no_instance")
             return CallOutcome.FAILED
         retries = services.config.retries
         while True:
@@ -89,7 +90,7 @@ class Exchange:
                 send, answer.status, answer.content, attempt.headers, answer.content_type
             )
             return
-        who = subject(failure.leg, failure.kind, attempt.chosen)
+        who = attempt.pairing.subject(failure.leg, failure.kind)
         message = f"{who[0].upper()}{who[1:]} {failure.reason}."
         status = STATUS_OF[failure.kind]
         await send_error(send, status, message, attempt.headers, code=failure.kind)

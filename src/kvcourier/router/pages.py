@@ -16,10 +16,10 @@ from starlette.responses import Response
 
 from kvcourier.errors import shorten
 from kvcourier.router.answers import JSON_TYPE, error_content
-from kvcourier.router.attempt import Services
 from kvcourier.router.events import LegName
 from kvcourier.router.instances import Instance
 from kvcourier.router.legs import read_object
+from kvcourier.router.services import Services
 
 
 class Pages:
