@@ -21,11 +21,14 @@ from kvcourier.cli.bench_flags import (
     JsonFile,
     Model,
     OutputTokens,
+    PromptLengths,
     Seed,
     ServeFlag,
     SharedPrefix,
     Timeout,
     TraceFile,
+    TurnQps,
+    TurnRequests,
     VocabSize,
     WarmUp,
 )
@@ -71,9 +74,7 @@ def bench_sweep(
             help="A router or server; repeatable. Without one a pair is started here.",
         ),
     ] = None,
-    input_tokens: Annotated[
-        str, typer.Option(metavar="N[,N...]", help="Lengths of prompts.")
-    ] = "128,512",
+    input_tokens: PromptLengths = "128,512",
     qps: Annotated[
         str, typer.Option(metavar="RATE[,RATE...]", help="Requests per second, on average.")
     ] = "1,2,4",
@@ -153,10 +154,8 @@ def bench_compare(
     ] = "",
     b_flags: Annotated[str, typer.Option(help="The same for B.")] = "",
     input_tokens: Annotated[int, typer.Option(min=1, help="Length of prompts.")] = 512,
-    qps: Annotated[
-        float, typer.Option(help="Requests per second within a turn, on average.")
-    ] = 2.0,
-    requests: Annotated[int, typer.Option(min=1, help="Requests per turn.")] = 4,
+    qps: TurnQps = 2.0,
+    requests: TurnRequests = 4,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each side.")] = 12,
     model: Model = None,
     serve_flag: ServeFlag = None,
@@ -189,10 +188,9 @@ def bench_compare(
 
     outputs = Outputs(json_file, html_file, trace_file)
     pair = read_pair(model, serve_flag, fragment)
-    from_file = replace(pair, model=model)
     sides = [
-        read_side("A", a, a_flags, pair, from_file),
-        read_side("B", b, b_flags, pair, from_file),
+        read_side("A", a, a_flags, pair, model),
+        read_side("B", b, b_flags, pair, model),
     ]
     only_urls = all(isinstance(side.where, str) for side in sides)
     load = LoadSettings(
@@ -217,13 +215,9 @@ def bench_ablate(
         bool,
         typer.Option("--quick", help="Short prompts, and as many rounds as fit into a minute."),
     ] = False,
-    input_tokens: Annotated[
-        str, typer.Option(metavar="N[,N...]", help="Lengths of prompts.")
-    ] = "1024",
-    qps: Annotated[
-        float, typer.Option(help="Requests per second within a turn, on average.")
-    ] = 2.0,
-    requests: Annotated[int, typer.Option(min=1, help="Requests per turn.")] = 2,
+    input_tokens: PromptLengths = "1024",
+    qps: TurnQps = 2.0,
+    requests: TurnRequests = 2,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each combination.")] = 12,
     time_limit: Annotated[
         float | None,

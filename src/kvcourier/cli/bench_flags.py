@@ -1,4 +1,4 @@
-"""Flags that the commands of `kvcourier bench` have in common.
+"""Flags that the commands of `kvcourier bench` and `kvcourier trial` have in common.
 
 Decides their names, bounds and meanings. Refuses to know their defaults and what is done with them.
 """
@@ -30,6 +30,9 @@ Fragment = Annotated[
         help="Part of the order of free blocks that is shuffled in pairs started here.",
     ),
 ]
+PromptLengths = Annotated[str, typer.Option(metavar="N[,N...]", help="Lengths of prompts.")]
+TurnQps = Annotated[float, typer.Option(help="Requests per second within a turn, on average.")]
+TurnRequests = Annotated[int, typer.Option(min=1, help="Requests per turn.")]
 Devices = Annotated[
     str | None,
     typer.Option(

@@ -87,8 +87,11 @@ def read_pair(model: str | None, flags: Iterable[str] | None, fragment: float | 
     return PairSpec(model or MODEL, given)
 
 
-def read_side(name: str, text: str, flags: str, pair: PairSpec, from_file: PairSpec) -> "Side":
-    """A side as the user names it; a pair of ours gets its flags on top of what all pairs have."""
+def read_side(name: str, text: str, flags: str, pair: PairSpec, model: str | None) -> "Side":
+    """A side as the user names it; a pair of ours gets its flags on top of what all pairs have.
+
+    One from a file has the file's model, unless a `model` was named. Raises ConfigError.
+    """
     from kvcourier.bench.compare import Side
 
     shown = f"{name}: {text} {flags}".rstrip()
@@ -108,7 +111,7 @@ def read_side(name: str, text: str, flags: str, pair: PairSpec, from_file: PairS
         own = tuple(shlex.split(flags))
     except ValueError as error:
         raise ConfigError(f"--{name.lower()}-flags: {error}: {flags!r}") from None
-    base = pair if config is None else replace(from_file, config=config)
+    base = pair if config is None else replace(pair, model=model, config=config)
     return Side(shown, replace(base, flags=(*base.flags, *own)), way)
 
 

@@ -4,7 +4,6 @@ Decides its flags, output files and exit codes. Refuses to know how it is measur
 """
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +23,7 @@ from kvcourier.cli.bench_flags import (
     ServeFlag,
     Timeout,
     TraceFile,
+    TurnRequests,
     VocabSize,
     WarmUp,
 )
@@ -73,7 +73,7 @@ def trial(
             "times its own rate.",
         ),
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests per turn.")] = 6,
+    requests: TurnRequests = 6,
     turns: Annotated[
         int, typer.Option(min=1, help="Turns of each side at each rate; from 6 on there is a word.")
     ] = 10,
@@ -120,9 +120,8 @@ def trial(
     start_s = time.monotonic()
     outputs = Outputs(json_file, html_file, trace_file)
     pair = read_pair(model, serve_flag, fragment)
-    from_file = replace(pair, model=model)
-    now = read_side("baseline", baseline, baseline_flags, pair, from_file)
-    instead = read_side("candidate", candidate, candidate_flags, pair, from_file)
+    now = read_side("baseline", baseline, baseline_flags, pair, model)
+    instead = read_side("candidate", candidate, candidate_flags, pair, model)
     only_urls = isinstance(now.where, str) and isinstance(instead.where, str)
     load = LoadSettings(
         output_tokens,
