@@ -26,7 +26,8 @@ from kvcourier.engine.api import (
     TokenEvent,
 )
 from kvcourier.engine.config import EngineConfig
-from kvcourier.engine.engine import Engine, EngineStopped
+from kvcourier.engine.engine import Engine
+from kvcourier.engine.inbox import EngineStopped
 from kvcourier.errors import ConfigError
 from kvcourier.ids import BlockId, EngineId, RequestId, TransferId
 from kvcourier.runtime.reports import Outcome

@@ -20,7 +20,8 @@ from engine.rig import (
 from kvcourier.core.params import HolderAddress, HoldIntent, PullIntent, PushIntent
 from kvcourier.engine.api import FinishReason, RequestRejected
 from kvcourier.engine.config import EngineConfig, make_cache
-from kvcourier.engine.engine import Engine, EngineStopped
+from kvcourier.engine.engine import Engine
+from kvcourier.engine.inbox import EngineStopped
 from kvcourier.ids import BlockId, EngineId, RequestId, TransferId
 from kvcourier.runtime.reports import Outcome
 
@@ -98,7 +99,7 @@ class Pair:
             assert stats["kv_blocks_used"] == stats["kv_loans"] == 0
             assert stats["running"] == stats["waiting"] == stats["waiting_remote"] == 0
             assert not side.endpoint.owned
-            assert not side.engine._used_ids
+            assert not side.engine._inbox.ids_in_use
 
 
 @contextmanager

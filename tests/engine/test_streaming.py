@@ -101,7 +101,7 @@ def test_on_cuda_everything_that_is_told_waits_for_its_kernels(
     monkeypatch.setattr(torch.cuda, "Event", Event)
     prompt = random_prompt(100)
     with pair() as found:
-        streams = found.prefill.engine._streams
+        streams = found.prefill.engine._kv.streams
         assert streams is not None
         streams._clock = CudaClock()
         assert found.push("a", prompt) == list(reference(LLAMA, prompt, NUM_TOKENS))

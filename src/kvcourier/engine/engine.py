@@ -1,8 +1,8 @@
-"""The engine: requests in, tokens out, KV handed to and taken from an endpoint.
+"""The engine: requests in, tokens out.
 
 Decides what happens to a request between submission and its last event. Refuses to know HTTP, how
-models compute, and how KV travels. All state but the inbox belongs to one thread, which sleeps
-until a client or a courier wakes it, and never waits for the network.
+models compute, and how KV comes and goes (`kv_exchange`). All state but the inbox belongs to one
+thread, which sleeps until a client or a courier wakes it, and never waits for the network.
 """
 
 import logging
@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from kvcourier.core.outcomes import Cause
-from kvcourier.core.params import HoldIntent, PullIntent, PushIntent
+from kvcourier.core.params import HoldIntent, PushIntent
 from kvcourier.engine.admission import RequestLimits
 from kvcourier.engine.api import (
     FinishReason,
@@ -25,52 +24,19 @@ from kvcourier.engine.api import (
 )
 from kvcourier.engine.blocks import BlockPool
 from kvcourier.engine.config import EngineConfig, make_cache
-from kvcourier.engine.first_token import pack_first_token, unpack_first_token
+from kvcourier.engine.inbox import EngineStopped, Inbox
 from kvcourier.engine.kv_cache import KVCache
+from kvcourier.engine.kv_exchange import KVCounters, KVExchange, Parting, Requests
+from kvcourier.engine.live import LiveRequest
 from kvcourier.engine.models import LoadedModel
 from kvcourier.engine.runner import ModelRunner
 from kvcourier.engine.sampler import TokenSampler, sample
-from kvcourier.engine.scheduler import Phase, Remote, Scheduler, Sequence, Work
-from kvcourier.engine.streaming import PromptStreams
-from kvcourier.engine.turns import Turns
-from kvcourier.errors import KVCourierError, ParamsError
-from kvcourier.ids import BlockId, RequestId, TransferId, fetched_as, kept_as, owner_of
-from kvcourier.runtime.interface import Endpoint, let_holder_go
-from kvcourier.runtime.reports import Outcome, Report
+from kvcourier.engine.scheduler import Scheduler, Sequence, Work
+from kvcourier.errors import ParamsError
+from kvcourier.ids import RequestId, TransferId, fetched_as, kept_as
+from kvcourier.runtime.interface import Endpoint
 
 logger = logging.getLogger(__name__)
-
-
-class EngineStopped(KVCourierError):
-    """The engine was closed, or its thread died: HTTP 503."""
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """A request that has not had its last event.
-
-    `owed`: names by which the endpoint knows it and is owed a hand-over, a decline or an abort.
-    `received`: the endpoint's report that its KV is complete.
-    `was_scheduled`: it has been part of a step.
-    """
-
-    request: GenerationRequest
-    sequence: Sequence
-    sampler: TokenSampler
-    owed: set[RequestId]
-    received: Report | None = None
-    was_scheduled: bool = False
-
-    def awaits(self, name: RequestId) -> bool:
-        """Whether its blocks are on loan under this name, to be filled."""
-        remote = self.sequence.remote
-        is_receiving = self.sequence.phase is Phase.RECEIVING
-        return is_receiving and remote is not None and remote.name == name
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    request_id: RequestId
 
 
 @dataclass(slots=True)
@@ -79,13 +45,6 @@ class _Counters:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     finished_requests: int = 0
-    kv_received: int = 0
-    kv_receive_failures: int = 0
-    kv_declined: int = 0
-    first_tokens_seeded: int = 0
-    kv_sent: int = 0
-    kv_send_failures: int = 0
-    ignored_reports: int = 0
 
 
 class Engine:
@@ -131,40 +90,31 @@ class Engine:
             self.info, self.cache.num_blocks, config.block_size, endpoint is not None
         )
         self._counters = _Counters()
-        self._streams = None
-        self._turns = None
+        self._live: dict[RequestId, LiveRequest] = {}
+        self._inbox = Inbox()
+        self._kv = None
         if endpoint is not None:
-            self._turns = Turns(config, self._scheduler, endpoint)
-            self._streams = PromptStreams(
-                endpoint, config.granularity, self.cache.stage_geometries, model.device
-            )
-        self._live: dict[RequestId, _Live] = {}
+            requests = Requests(self._live, self._on_token, self._fail, self._forget_if_over)
+            self._kv = KVExchange(endpoint, config, self._scheduler, model, self.cache, requests)
+        self._kv_counters = KVCounters() if self._kv is None else self._kv.counters
         self._num_arrived = 0
         self._thread = threading.Thread(target=self._run, name="kvcourier-engine", daemon=True)
-        # Shared with other threads, under this condition:
-        self._wake = threading.Condition()
-        self._inbox: list[_Live | _Abort] = []
-        self._used_ids: set[RequestId] = set()
-        self._has_reports = False
-        self._is_stopping = False
-        self._stopped_because: str | None = "it was not started"
 
     @property
     def is_alive(self) -> bool:
         """Whether requests are being served."""
-        return self._stopped_because is None
+        return self._inbox.closed_because is None
 
     @property
     def error(self) -> str | None:
         """Why the engine does not serve requests; None while it does."""
-        return self._stopped_because
+        return self._inbox.closed_because
 
     def start(self) -> None:
         """Start the endpoint and the engine's thread. Raises ConfigError as the endpoint does."""
         if self._endpoint is not None:
-            self._endpoint.start(self._on_report_ready)
-        with self._wake:
-            self._stopped_because = None
+            self._endpoint.start(self._inbox.on_reports)
+        self._inbox.open()
         self._thread.start()
 
     def close(self) -> None:
@@ -172,9 +122,7 @@ class Engine:
 
         Blocks until the step that is running has ended.
         """
-        with self._wake:
-            self._is_stopping = True
-            self._wake.notify()
+        self._inbox.stop()
         if self._thread.is_alive():
             self._thread.join()
         if self._endpoint is not None:
@@ -191,20 +139,14 @@ class Engine:
             EngineStopped: the engine is not running.
         """
         request_id, intent = request.request_id, request.intent
-        with self._wake:
-            if self._stopped_because is not None or self._is_stopping:
-                raise EngineStopped(f"the engine has stopped: {self._stopped_because or 'closing'}")
-            if request_id in self._used_ids:
-                raise RequestRejected(f"request_id: {request_id!r} is in use; send a new one")
-            self._used_ids.add(request_id)
+        self._inbox.claim(request_id)
         try:
             self._limits.check(request)
-            remote = self._announce(request)
+            remote = self._kv.announce(request) if self._kv is not None else None
         except BaseException as error:
-            refused = isinstance(error, RequestRejected | ParamsError)
-            if refused and self._endpoint and isinstance(intent, PullIntent | PushIntent):
-                let_holder_go(self._endpoint, request_id, intent)
-            self._forget_id(request_id)
+            if self._kv is not None and isinstance(error, RequestRejected | ParamsError):
+                self._kv.refuse(request)
+            self._inbox.free(request_id)
             raise
         sequence = Sequence(request_id, 0, list(request.prompt_token_ids), remote)
         sequence.is_held = not isinstance(intent, PushIntent)
@@ -212,24 +154,17 @@ class Engine:
         owed = {request_id} if intent is not None else set()
         if remote is not None:
             owed.add(remote.name)
-        live = _Live(request, sequence, sampler, owed)
-        with self._wake:
-            stopped_because = self._stopped_because
-            if stopped_because is None:
-                self._inbox.append(live)
-                self._wake.notify()
-        if stopped_because is not None:  # meanwhile
-            if self._endpoint is not None:
-                for name in owed:
-                    self._endpoint.abort(name)
-            self._forget_id(request_id)
-            raise EngineStopped(f"the engine has stopped: {stopped_because}")
+        try:
+            self._inbox.put(LiveRequest(request, sequence, sampler, owed))
+        except EngineStopped:  # meanwhile
+            if self._kv is not None:
+                self._kv.withdraw(owed)
+            self._inbox.free(request_id)
+            raise
 
     def abort(self, request_id: RequestId) -> None:
         """End a request with an ABORT event; unknown and finished ones are ignored. Thread-safe."""
-        with self._wake:
-            self._inbox.append(_Abort(request_id))
-            self._wake.notify()
+        self._inbox.abort(request_id)
 
     def stats(self) -> dict[str, int | float]:
         """Gauges and counters, read without stopping the engine."""
@@ -239,7 +174,7 @@ class Engine:
         used = pool.num_blocks - pool.num_free - pool.num_freed_by(kept)
         counters = {
             name: getattr(source, name)
-            for source in (self._counters, scheduler.counters)
+            for source in (self._counters, self._kv_counters, scheduler.counters)
             for name in source.__slots__
         }
         return {
@@ -251,14 +186,13 @@ class Engine:
             "kv_usage": used / pool.num_blocks,
             "kv_loans": len(scheduler.loans) - len(scheduler.kept),
             **counters,
-            **(self._turns.stats() if self._turns is not None else {}),
+            **(self._kv.turns.stats() if self._kv is not None else {}),
         }
 
     def progress(self, transfer_id: TransferId) -> tuple[int, int] | None:
         """Of the prompts that are computed for somebody under a transfer id: tokens computed, and
         all. None if there is none, or no more. Thread-safe, does not stop the engine."""
-        with self._wake:
-            waiting = [item for item in self._inbox if isinstance(item, _Live)]
+        waiting = self._inbox.waiting()
         found = [
             (live.sequence.num_computed, len(live.request.prompt_token_ids))
             for live in (*waiting, *list(self._live.values()))
@@ -268,33 +202,6 @@ class Engine:
         computed = sum(min(num_computed, num_prompt) for num_computed, num_prompt in found)
         return (computed, sum(num_prompt for _, num_prompt in found)) if found else None
 
-    # --- called from other threads ---
-
-    def _announce(self, request: GenerationRequest) -> Remote | None:
-        """Tell the endpoint at once: P may be asked, and who holds KV wants a heartbeat.
-
-        Returns what is to come from elsewhere.
-        """
-        request_id, intent, prompt = request.request_id, request.intent, request.prompt_token_ids
-        if self._endpoint is None or self._turns is None or intent is None:
-            return None
-        if not isinstance(intent, HoldIntent):
-            self._endpoint.expect(request_id, intent)
-            return Remote(request_id, len(prompt), self._config.recompute_threshold)
-        self._endpoint.begin_hold(request_id, intent)
-        if intent.history is None:
-            return None
-        return self._turns.expect(request_id, prompt, intent.history)
-
-    def _on_report_ready(self) -> None:
-        with self._wake:
-            self._has_reports = True
-            self._wake.notify()
-
-    def _forget_id(self, request_id: RequestId) -> None:
-        with self._wake:
-            self._used_ids.discard(request_id)
-
     # --- the engine's thread ---
 
     def _run(self) -> None:
@@ -303,178 +210,49 @@ class Engine:
         reason, text = FinishReason.ABORT, "the engine was closed"
         try:
             batch: list[Work] = []
-            while self._wait(is_busy=bool(batch)):
+            while self._inbox.wait(is_busy=bool(batch)):
                 self._take_inbox()
-                self._take_reports()
-                self._admit_remote()
+                if self._kv is not None:
+                    if self._inbox.take_has_reports():
+                        self._kv.take_reports()
+                    self._kv.admit()
                 batch = self._scheduler.schedule()
-                if self._turns is not None:
-                    self._turns.give_up()
-                self._recall()
                 preempted = self._scheduler.take_preempted()
-                if self._streams is not None:
-                    self._streams.roll_back(preempted)
+                if self._kv is not None:
+                    self._kv.after_schedule(preempted)
                 if batch:
                     self._step(batch)
         except BaseException as error:
             logger.exception("the engine's thread died")
             reason, text = FinishReason.ERROR, f"the engine failed: {error!r}"
         finally:
-            with self._wake:
-                self._stopped_because = text
+            self._inbox.close(text)
             self._end_all(reason, text)
 
-    def _wait(self, *, is_busy: bool) -> bool:
-        """Sleep while there is nothing to do; False once the engine is to stop."""
-        with self._wake:
-            while not (is_busy or self._inbox or self._has_reports or self._is_stopping):
-                self._wake.wait()
-            return not self._is_stopping
-
     def _take_inbox(self) -> None:
-        with self._wake:
-            inbox, self._inbox = self._inbox, []
-        for item in inbox:
-            if isinstance(item, _Live):
+        for item in self._inbox.take():
+            if isinstance(item, LiveRequest):
                 self._num_arrived += 1
                 item.sequence.arrival = self._num_arrived
                 self._live[item.request.request_id] = item
                 self._scheduler.add(item.sequence)
-                if self._streams is not None and isinstance(item.request.intent, HoldIntent):
-                    self._streams.begin(item.request.request_id, len(item.sequence.tokens))
+                if self._kv is not None and isinstance(item.request.intent, HoldIntent):
+                    self._kv.streams.begin(item.request.request_id, len(item.sequence.tokens))
             elif (live := self._live.get(item.request_id)) is not None:
                 self._end(live, FinishReason.ABORT)
-
-    def _take_reports(self) -> None:
-        with self._wake:
-            has_reports, self._has_reports = self._has_reports, False
-        if self._endpoint is None or not has_reports:
-            return
-        # Of one batch, what happened comes before what it releases.
-        for report in sorted(
-            self._endpoint.poll(), key=lambda report: report.outcome is Outcome.RELEASED
-        ):
-            self._on_report(report)
-
-    def _on_report(self, report: Report) -> None:
-        counters = self._counters
-        name, live = report.request_id, self._live.get(owner_of(report.request_id))
-        is_receiving = live is not None and live.awaits(name)
-        match report.outcome:
-            case Outcome.RELEASED:
-                self._on_released(name, live)
-            case Outcome.SENT | Outcome.SEND_FAILED if name == kept_as(owner_of(name)):
-                assert self._turns is not None, "nothing was kept"
-                self._turns.collected(report)
-            case Outcome.SENT:
-                counters.kv_sent += 1
-            case Outcome.SEND_FAILED:
-                counters.kv_send_failures += 1
-            case Outcome.HELD:
-                if live is not None:
-                    live.sequence.is_held = True
-            case Outcome.RECALLED:
-                self._on_recalled(report.request_id, live if is_receiving else None)
-            case Outcome.RECEIVED if live is not None and is_receiving:
-                live.received = report
-            case Outcome.RECEIVE_FAILED if live is not None and is_receiving:
-                self._on_receive_failed(live, report.reason, report.cause)
-            case _:
-                counters.ignored_reports += 1
-
-    def _on_released(self, name: RequestId, live: _Live | None) -> None:
-        """Blocks come back: filled ones to their sequence, others to the pool."""
-        is_receiving = live is not None and live.awaits(name)
-        if live is not None and is_receiving and live.received is not None:
-            self._on_received(live, live.received)
-        elif not self._scheduler.take_back(name):
-            self._counters.ignored_reports += 1
-        elif live is None:
-            self._forget_if_over(owner_of(name))
-        elif is_receiving:
-            self._on_receive_failed(live, "its blocks were released before it came")
-
-    def _on_recalled(self, request_id: RequestId, live: _Live | None) -> None:
-        """A request has lent its blocks for others, unless it has ended meanwhile."""
-        if live is not None:
-            self._scheduler.recalled(live.sequence)
-        elif self._scheduler.take_back(request_id):
-            self._forget_if_over(owner_of(request_id))
-
-    def _on_received(self, live: _Live, report: Report) -> None:
-        """Its KV is complete and its blocks are its own: it goes on with the first or, where that
-        is known, with the second token."""
-        live.owed.discard(report.request_id)
-        if self._turns is not None and isinstance(live.request.intent, HoldIntent):
-            self._scheduler.received(live.sequence)
-            self._turns.fetched(live.sequence)
-            return
-        self._counters.kv_received += 1
-        token = None
-        if self._config.first_token_seeding and report.continuation is not None:
-            prompt, vocab_size = live.request.prompt_token_ids, self.info.vocab_size
-            token = unpack_first_token(report.continuation, prompt, live.sampler, vocab_size)
-        self._scheduler.received(live.sequence, next_is_known=token is not None)
-        if token is not None:
-            self._counters.first_tokens_seeded += 1
-            live.sampler.num_sampled += 1
-            self._on_token(live, token)
-
-    def _on_receive_failed(self, live: _Live, reason: str, cause: Cause | None = None) -> None:
-        assert live.sequence.remote is not None, "nothing was to come for it"
-        live.owed.discard(live.sequence.remote.name)
-        if self._turns is not None and isinstance(live.request.intent, HoldIntent):
-            self._turns.lost(live.request.request_id, reason, cause)
-            self._scheduler.compute_instead(live.sequence)
-            return
-        self._counters.kv_receive_failures += 1
-        logger.warning("request %s: KV not received: %s", live.request.request_id, reason)
-        if self._config.kv_load_failure_policy == "recompute":
-            self._scheduler.compute_instead(live.sequence)
-        else:
-            self._end(live, FinishReason.ERROR, error=f"the prompt's KV did not come: {reason}")
-
-    def _admit_remote(self) -> None:
-        for admission in self._scheduler.admit_remote():
-            assert self._endpoint is not None, "requests with an intent need an endpoint"
-            name, live = admission.name, self._live[admission.sequence.request_id]
-            try:
-                if admission.blocks:
-                    self._endpoint.receive(name, [admission.blocks], admission.span)
-                else:
-                    live.owed.discard(name)
-                    self._count_declined(live)
-                    self._endpoint.decline(name)
-            except Exception as error:
-                logger.exception("request %s: the endpoint refused it", name)
-                self._scheduler.take_back(name)  # it raised, so nothing was handed over
-                self._end(live, FinishReason.ERROR, error=f"the KV endpoint failed: {error}")
-
-    def _count_declined(self, live: _Live) -> None:
-        if self._turns is not None and isinstance(live.request.intent, HoldIntent):
-            self._turns.declined()
-        else:
-            self._counters.kv_declined += 1
-
-    def _recall(self) -> None:
-        """Who needs nothing but blocks does not wait for prompts that may never be begun."""
-        for sequence in self._scheduler.take_recalls():
-            assert self._endpoint is not None, "requests with an intent need an endpoint"
-            assert sequence.remote is not None, "nothing is to come for it"
-            self._endpoint.recall(sequence.remote.name)
 
     def _step(self, batch: SequenceOf[Work]) -> None:
         self._tell_scheduled(batch)
         completing = [self._live[w.sequence.request_id] for w in batch if w.completes]
         try:
-            on_layer = self._streams.before(batch) if self._streams is not None else None
+            on_layer = self._kv.streams.before(batch) if self._kv is not None else None
             logits = self._runner.run(batch, on_layer)
             tokens = sample(logits, [live.sampler for live in completing])
         except Exception as error:
             logger.exception("a step of %d requests failed", len(batch))
             for work in batch:
                 live = self._live[work.sequence.request_id]
-                self._end(live, FinishReason.ERROR, error=f"the engine's step failed: {error!r}")
+                self._fail(live, f"the engine's step failed: {error!r}")
             return
         self._counters.steps += 1
         for work in batch:
@@ -483,8 +261,8 @@ class Engine:
             self._scheduler.computed(work)
         for live, token in zip(completing, tokens, strict=True):
             self._on_token(live, token)
-        if self._streams is not None:
-            self._streams.after([w for w in batch if w.sequence.request_id in self._live])
+        if self._kv is not None:
+            self._kv.streams.after([w for w in batch if w.sequence.request_id in self._live])
 
     def _tell_scheduled(self, batch: SequenceOf[Work]) -> None:
         for work in batch:
@@ -493,7 +271,7 @@ class Engine:
                 live.was_scheduled = True
                 live.request.on_scheduled()
 
-    def _on_token(self, live: _Live, token: int) -> None:
+    def _on_token(self, live: LiveRequest, token: int) -> None:
         sequence, sampler = live.sequence, live.sampler
         sequence.tokens.append(token)
         self._counters.generated_tokens += 1
@@ -508,76 +286,36 @@ class Engine:
             self._emit(live, (token,))
 
     def _end(
-        self, live: _Live, reason: FinishReason, token: int | None = None, *, error: str = ""
+        self, live: LiveRequest, reason: FinishReason, token: int | None = None, *, error: str = ""
     ) -> None:
         """Give a request its last event and its blocks a new owner."""
         request_id = live.request.request_id
         del self._live[request_id]
-        params = None
-        may_be_read = self._streams is not None and self._streams.end(request_id)
-        if self._turns is not None and token is not None:
-            try:
-                if isinstance(live.request.intent, HoldIntent):
-                    params = self._hand_over(live)
-                else:
-                    params = self._turns.keep(live.request.intent, live.sequence)
-            except Exception as failure:
-                logger.exception("request %s: its KV could not be handed over", request_id)
-                if not may_be_read:
-                    self._scheduler.take_back(request_id)
-                reason, error = FinishReason.ERROR, f"the KV endpoint failed: {failure}"
-        is_owed = request_id in live.owed
-        unfinished = self._keep_for_readers(live) if is_owed and may_be_read else None
+        parting = Parting()
+        if self._kv is not None:
+            parting = self._kv.part(live, is_well=token is not None)
+        if parting.error:
+            reason, error = FinishReason.ERROR, parting.error
         self._scheduler.remove(live.sequence)
-        self._abort(live, unfinished)
+        if self._kv is not None:
+            self._kv.abort(live, parting.unfinished)
         self._counters.finished_requests += 1
         self._forget_if_over(request_id)
         tokens = () if token is None else (token,)
-        self._emit(live, tokens, reason, params=params, error=error)
+        self._emit(live, tokens, reason, params=parting.params, error=error)
 
-    def _abort(self, live: _Live, unfinished: list[list[BlockId]] | None) -> None:
-        """Tell the endpoint that nothing of a request is needed any more."""
-        if self._endpoint is None:
-            return
-        for name in live.owed:
-            is_prompt = name == live.request.request_id
-            try:
-                self._endpoint.abort(name, unfinished if is_prompt else None)
-            except Exception:
-                logger.exception("request %s: the endpoint failed to abort it", name)
+    def _fail(self, live: LiveRequest, error: str) -> None:
+        self._end(live, FinishReason.ERROR, error=error)
 
     def _forget_if_over(self, request_id: RequestId) -> None:
         """The id stays in use while reports about it may come."""
         names = {request_id, fetched_as(request_id), kept_as(request_id)}
         if request_id not in self._live and self._scheduler.loans.keys().isdisjoint(names):
-            self._forget_id(request_id)
-
-    def _keep_for_readers(self, live: _Live) -> list[list[BlockId]]:
-        """P: an unfinished prompt's blocks are out of use until the endpoint releases them."""
-        sequence, loans = live.sequence, self._scheduler.loans
-        if sequence.request_id not in loans:
-            self._scheduler.lend(sequence.request_id, sequence.blocks)
-            sequence.blocks = []
-        return [loans[sequence.request_id]]
-
-    def _hand_over(self, live: _Live) -> dict[str, Any]:
-        """P: lend the prompt's blocks to the endpoint; those of the answer stay ours."""
-        assert self._endpoint is not None, "requests with an intent need an endpoint"
-        sequence, num_tokens = live.sequence, len(live.request.prompt_token_ids)
-        num_blocks = -(-num_tokens // self._config.block_size)
-        lent, sequence.blocks = sequence.blocks[:num_blocks], sequence.blocks[num_blocks:]
-        self._scheduler.lend(sequence.request_id, lent)
-        first = None
-        if self._config.first_token_seeding:
-            prompt = live.request.prompt_token_ids
-            first = pack_first_token(sequence.tokens[num_tokens], prompt, live.sampler)
-        params = self._endpoint.finish_prefill(sequence.request_id, [lent], num_tokens, first)
-        live.owed.discard(sequence.request_id)
-        return params
+            self._inbox.free(request_id)
 
     def _emit(
         self,
-        live: _Live,
+        live: LiveRequest,
         tokens: tuple[int, ...],
         reason: FinishReason | None = None,
         *,
@@ -601,10 +339,8 @@ class Engine:
 
     def _end_all(self, reason: FinishReason, text: str) -> None:
         """The engine's thread has ended: nobody may be left waiting."""
-        with self._wake:
-            inbox, self._inbox = self._inbox, []
-        for item in inbox:
-            if isinstance(item, _Live):
+        for item in self._inbox.take():
+            if isinstance(item, LiveRequest):
                 self._live[item.request.request_id] = item
                 self._scheduler.add(item.sequence)
         for live in list(self._live.values()):
