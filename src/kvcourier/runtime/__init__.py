@@ -5,7 +5,8 @@ become one. Refuses to decide anything about a transfer, and never lets an engin
 the network.
 
 Reading path: `interface` (the endpoint as an engine sees it) and `reports`, `courier` (the loop of
-one rank), `side_channel` (ZMQ), `contacts` (connected peers), `mapping_cache` (from a post command
+one rank) with what comes to it by `engine_calls`, `incoming` (peers' messages) and `handshakes`,
+`side_channel` (ZMQ), `contacts` (connected peers), `mapping_cache` (from a post command
 to descriptors), `rank` (one rank's parts, put together), `endpoint` (all ranks of an instance in
 one process), `requests` (from reports of ranks to reports of the instance), `engine_link` (an
 engine whose scheduler is another process), `metrics`, `surroundings` (clock, sockets and threads,

@@ -4,13 +4,18 @@ Decides when a peer rank's agent is loaded and who a notification comes from. Re
 requests.
 """
 
+import logging
+from collections.abc import Iterable
+
 from kvcourier.core.handshake import PeerInstance, RankContact, StagingOffer
-from kvcourier.errors import PeerLost
+from kvcourier.errors import PeerLost, RemoteProtocolError, TransportError
 from kvcourier.ids import AgentName, InstanceAddress, PeerRank, Rank
 from kvcourier.layout.geometry import MemoryKind, RankCache
 from kvcourier.runtime.mapping_cache import MappingCache
 from kvcourier.runtime.side_channel import Channel
 from kvcourier.transport.interface import Transport
+
+_log = logging.getLogger(__name__)
 
 
 class Contact:
@@ -128,6 +133,18 @@ class Contacts:
             contact.close()
             for peer in contact.peers():
                 self._channel.disconnect(peer)
+
+    def load_agents(self, address: InstanceAddress, ranks: Iterable[Rank]) -> None:
+        """Load these ahead of need: a first contact takes milliseconds. Trouble shows at the
+        post."""
+        contact = self._contacts.get(address)
+        if contact is None:
+            return
+        for rank in ranks:
+            try:
+                contact.agent(rank)
+            except (TransportError, RemoteProtocolError) as error:
+                _log.warning("agent of %s rank %s cannot be loaded: %s", address, rank, error)
 
     def agent_name(self, peer: PeerRank) -> AgentName | None:
         """The agent of a connected peer's rank; None if that life is not connected."""

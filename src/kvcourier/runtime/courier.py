@@ -4,8 +4,8 @@ Decides when to look where: it sleeps until an event, a deadline or, while somet
 the next poll. It does the core's commands and brings their answers back. Refuses to decide
 anything about transfers, and never makes the engine's step wait.
 
-Life of an event: `submit` (engine thread) -> inbox -> `Endpoint.handle` -> commands -> their
-answers are events again, handled before the thread sleeps.
+Life of an event: `submit` (engine thread) -> `engine_calls` -> `Endpoint.handle` -> commands ->
+their answers are events again, handled before the thread sleeps.
 """
 
 import logging
@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvcourier.config import CourierConfig, Limits, TransferMode
+from kvcourier.config import CourierConfig, Limits
 from kvcourier.core.commands import (
     Abandon,
     Command,
@@ -40,59 +40,50 @@ from kvcourier.core.events import (
     PeerReset,
     TimePassed,
 )
-from kvcourier.core.handshake import Facts, StagingOffer, read_answer, request
+from kvcourier.core.handshake import Facts, StagingOffer
 from kvcourier.core.messages import (
-    ON_DATA_PATH,
     AnyMessage,
-    Beat,
-    Cancel,
     CloseStream,
-    Computed,
     GrantSlots,
     Landed,
     Nudge,
     OpenStream,
     Parcel,
     RefuseStream,
-    Register,
-    decode,
     encode,
     sender_fields,
 )
 from kvcourier.core.outcomes import Outcome, Report, Side
 from kvcourier.core.wants import WriteTarget
 from kvcourier.errors import (
-    HandshakeRejected,
     KVCourierError,
     MappingError,
     RemoteProtocolError,
     TransportError,
 )
-from kvcourier.ids import InstanceAddress, PeerRank, RequestId
+from kvcourier.ids import InstanceAddress, PeerRank
 from kvcourier.layout import PackedSide, RankCache
 from kvcourier.runtime.attention import Attention
 from kvcourier.runtime.block_runs import hand_over
 from kvcourier.runtime.contacts import Contacts
 from kvcourier.runtime.digests import DigestTaker
+from kvcourier.runtime.engine_calls import EngineCalls, Ready
 from kvcourier.runtime.engine_link import EngineToken, decode_call
+from kvcourier.runtime.handshakes import Handshakes
+from kvcourier.runtime.incoming import Incoming
 from kvcourier.runtime.metrics import CourierObserver
 from kvcourier.runtime.packed_receiver import PackedReceiver
 from kvcourier.runtime.packed_sender import PackedSender
 from kvcourier.runtime.postings import Postings
 from kvcourier.runtime.side_channel import Channel
 from kvcourier.runtime.staging import StagingPair
-from kvcourier.transport.interface import Notification, Transport
+from kvcourier.transport.interface import Transport
 
 _log = logging.getLogger(__name__)
-Ready = Callable[[], bool]
-_Submitted = tuple[EngineEvent, Ready | None]
-_POLL_READY_S = 0.001
 _BLOCKS_BACK = frozenset({Outcome.RELEASED, Outcome.RECALLED})
+_POLL_READY_S = 0.001
 """Pause between looks at what a GPU has yet to compute. All of a prefill may pass meanwhile, and an
 eager one is launched by a thread that needs the interpreter as well."""
-
-_UNKNOWN_WRITER = (Landed, Computed, Parcel)
-"""Notices that only a connected peer's agent may send."""
 
 
 class Courier:
@@ -136,7 +127,9 @@ class Courier:
         self._channel = channel
         self._staging = staging
         self._contacts = Contacts(cache, transport, channel)
-        self._facts = facts
+        self._handshakes = Handshakes(self._contacts, channel, facts, limits)
+        self._incoming = Incoming(self._contacts, channel, observer, limits)
+        self._calls = EngineCalls(channel.wake)
         self._config = config
         self._limits = limits
         self._observer = observer
@@ -144,9 +137,7 @@ class Courier:
         self._on_death = on_death
         self._engine_token = engine_token
         self._clock = clock
-        self._inbox: deque[_Submitted | threading.Event] = deque()
         self._uncounted: deque[EngineEvent] = deque()
-        self._unready: dict[RequestId, deque[_Submitted]] = {}
         self._events: deque[Event] = deque()
         me = sender_fields(endpoint.me)
         self._postings = Postings(
@@ -208,8 +199,7 @@ class Courier:
         With `ready`, it has happened only once that returns True, and is handled then; later events
         of the same request wait behind it.
         """
-        self._inbox.append((event, ready))
-        self._channel.wake()
+        self._calls.submit(event, ready)
 
     def flush(self) -> threading.Event:
         """From any thread: is set once all that was submitted before is handled.
@@ -217,9 +207,7 @@ class Courier:
         Handled includes what follows at once: a transfer that an event leads to is posted, or
         refused. What waits for a peer's message follows later. Set as well when the courier ends.
         """
-        handled = threading.Event()
-        self._inbox.append(handled)
-        self._channel.wake()
+        handled = self._calls.flush()
         if self.error is not None:
             handled.set()
         return handled
@@ -246,7 +234,7 @@ class Courier:
     def busy(self) -> bool:
         """Whether anything is in flight, from here or packed to here, or has yet to happen."""
         parts = (self._postings, self._receiver, self._digests)
-        return any(part.busy for part in parts) or bool(self._unready)
+        return any(part.busy for part in parts) or self._calls.has_unready
 
     def gauges(self) -> dict[str, int]:
         """Sizes of the core's tables and staging slots in use, by name; from any thread."""
@@ -282,9 +270,7 @@ class Courier:
             self._channel.close()
             self._on_death()
         finally:
-            for item in list(self._inbox):
-                if isinstance(item, threading.Event):
-                    item.set()
+            self._calls.end()
 
     def step(self) -> None:
         """Take everything that has come and do what follows from it; never waits."""
@@ -294,19 +280,14 @@ class Courier:
 
     def _take_in(self) -> None:
         """Take what wakes us: calls of our engine, messages, deadlines, and what a GPU has done."""
-        while self._inbox:
-            item = self._inbox.popleft()
-            if isinstance(item, threading.Event):
-                item.set()
-            else:
-                self._accept(*item)
-        self._handle_ready()
+        for call in self._calls.take():
+            self._handle_call(call)
         for address, payload in self._channel.answers():
             self._on_handshake_answer(address, payload)
         for address, reason in self._channel.refusals():
             self._handle(ConnectFailed(address, reason))
         for identity, payload in self._channel.messages():
-            self._on_side_message(identity, payload)
+            self._on_payload(identity, payload)
         for peer in self._channel.resets():
             self._handle(PeerReset(peer))
         for probed in self._channel.signs():
@@ -317,7 +298,9 @@ class Courier:
         """Look at the transport: what has arrived, and what has ended."""
         self._attention.on_look(self._clock())
         for notification in self._transport.notifications():
-            self._on_notification(notification)
+            if (arrived := self._incoming.from_data_path(notification)) is not None:
+                self._attention.on_arrival(arrived.sender.peer())
+                self._on_message(arrived)
         for event in self._postings.poll():
             self._handle(event)
         for landed in self._receiver.poll():
@@ -348,14 +331,14 @@ class Courier:
 
     def _patience(self) -> float:
         """How long to sleep: until the next look or deadline, whichever comes first."""
-        if self._inbox:
+        if self._calls.has_new:
             return 0.0
         now = self._clock()
         until = self._next_look()
         deadline = self.next_deadline()
         if deadline is not None:
             until = min(until, deadline)
-        if self._unready:
+        if self._calls.has_unready:
             until = min(until, now + _POLL_READY_S)
         return max(0.0, until - now)
 
@@ -369,23 +352,6 @@ class Courier:
         while self._uncounted:
             if (handed_over := hand_over(self._uncounted.popleft())) is not None:
                 self._observer.handed_over(*handed_over)
-
-    def _accept(self, event: EngineEvent, ready: Ready | None) -> None:
-        """Handle an engine's event now, or once it and those before it have happened."""
-        waiting = self._unready.get(event.request_id)
-        if waiting is not None:
-            waiting.append((event, ready))
-        elif ready is not None and not ready():
-            self._unready[event.request_id] = deque([(event, ready)])
-        else:
-            self._handle_call(event)
-
-    def _handle_ready(self) -> None:
-        for request_id, waiting in list(self._unready.items()):
-            while waiting and (waiting[0][1] is None or waiting[0][1]()):
-                self._handle_call(waiting.popleft()[0])
-            if not waiting:
-                del self._unready[request_id]
 
     def _handle(self, event: Event) -> None:
         """Let the core take an event, and all events its commands lead to."""
@@ -409,7 +375,8 @@ class Courier:
             case Tell(report):
                 self._tell(report)
             case Connect(address, mode):
-                self._connect(address, mode)
+                if (failed := self._handshakes.ask(address, mode)) is not None:
+                    self._events.append(failed)
             case Disconnect(address):
                 self._disconnect(address)
             case Probe(peer, timeout_s):
@@ -453,23 +420,22 @@ class Courier:
 
     # What comes in.
 
-    def _on_side_message(self, identity: bytes, payload: bytes) -> None:
-        """A message from a socket; `identity` is the socket's, empty for an answer on ours."""
+    def _on_payload(self, identity: bytes, payload: bytes) -> None:
+        """What a socket has got: a call of our engine, or a peer's message."""
         if self._on_engine_call(payload):
             return
-        message = self._decoded(payload)
-        if message is None:
-            return
-        is_theirs = self._channel.is_from(identity, message.sender.peer())
-        if isinstance(message, ON_DATA_PATH) or not is_theirs:
-            self._drop_foreign(message)
-            return
+        message = self._incoming.from_socket(identity, payload)
+        if message is not None:
+            self._on_message(message)
+
+    def _on_message(self, message: AnyMessage) -> None:
+        """One that has come by its way, and from whom it says."""
         match message:
             case GrantSlots() | RefuseStream():
                 self._postings.on_message(message)
             case Nudge():
                 self._attention.on_nudge(message.sender.peer(), self._clock())
-            case OpenStream() | CloseStream():
+            case OpenStream() | CloseStream() | Parcel():
                 self._receiver.on_message(message)
             case _:
                 self._handle(MessageReceived(message))
@@ -481,74 +447,15 @@ class Courier:
         except RemoteProtocolError as error:
             _log.error("%s", error)
             return True
-        if event is not None:
-            self._accept(event, None)
+        if event is not None and self._calls.accept(event):
+            self._handle_call(event)
         return event is not None
 
-    def _on_notification(self, notification: Notification) -> None:
-        """A message over the data path. A registration may be a peer's first sign of life; it is
-        checked when its sender shakes hands."""
-        message = self._decoded(notification.payload)
-        if message is None:
-            return
-        agent = self._contacts.agent_name(message.sender.peer())
-        known_as_another = agent not in (None, notification.sender)
-        unknown_writer = agent is None and isinstance(message, _UNKNOWN_WRITER)
-        if known_as_another or unknown_writer:
-            self._drop_foreign(message)
-            return
-        self._attention.on_arrival(message.sender.peer())
-        match message:
-            case Parcel():
-                self._receiver.on_message(message)
-            case Register() | Landed() | Computed() | Cancel() | Beat():
-                self._handle(MessageReceived(message))
-            case _:
-                self._drop_foreign(message)
-
-    def _decoded(self, payload: bytes) -> AnyMessage | None:
-        try:
-            return decode(payload, self._limits)
-        except RemoteProtocolError as error:
-            self._observer.dropped("malformed")
-            _log.warning("message dropped: %s", error)
-            return None
-
-    def _drop_foreign(self, message: AnyMessage) -> None:
-        """It did not come by its way, or from whom it says."""
-        self._observer.dropped("wrong_sender")
-        _log.warning("message dropped: %s did not send this: %.300s", message.sender, message)
-
-    def _connect(self, address: InstanceAddress, mode: TransferMode) -> None:
-        try:
-            self._channel.ask(address, request(address.engine_id, mode, self._facts))
-        except RemoteProtocolError as error:
-            self._events.append(ConnectFailed(address, str(error)))
-
     def _on_handshake_answer(self, address: InstanceAddress, payload: bytes) -> None:
-        try:
-            instance = read_answer(payload, address.engine_id, self._facts, self._limits)
-            contact = self._contacts.add(address, instance)
-        except (HandshakeRejected, RemoteProtocolError) as error:
-            _log.warning("handshake with %s failed: %s", address, error)
-            self._handle(ConnectFailed(address, f"handshake with {address} failed: {error}"))
-            return
-        self._handle(
-            PeerConnected(
-                address,
-                instance.incarnation,
-                instance.modes,
-                instance.geometries,
-                instance.digests,
-            )
-        )
-        _log.info("connected to %s, incarnation %s", address, instance.incarnation)
-        for rank in self.endpoint.partners(address):
-            # Loaded ahead of need: a first contact takes milliseconds. Trouble shows at the post.
-            try:
-                contact.agent(rank)
-            except (TransportError, RemoteProtocolError) as error:
-                _log.warning("agent of %s rank %s cannot be loaded: %s", address, rank, error)
+        event = self._handshakes.answered(address, payload)
+        self._handle(event)
+        if isinstance(event, PeerConnected):
+            self._contacts.load_agents(address, self.endpoint.partners(address))
 
     # The packed path.
 
