@@ -116,7 +116,7 @@ class Pair:
         if request.is_kept:
             request.is_kept = False
             assert request.prefill is not None
-            assert self.p.take_back(request.prefill.request_id)
+            assert self.p.loans.take_back(request.prefill.request_id)
         request.is_declined = True
 
     def cancel(self, request: Request, epoch: int) -> None:
@@ -177,7 +177,7 @@ class Pair:
     def finish_prefill(self, request: Request, sequence: Sequence) -> None:
         count = -(-request.num_tokens // BLOCK_SIZE)
         lent, sequence.blocks = sequence.blocks[:count], sequence.blocks[count:]
-        self.p.lend(sequence.request_id, lent)
+        self.p.loans.lend(sequence.request_id, lent)
         self.p.remove(sequence)
         request.is_kept = True
         if request.is_declined:

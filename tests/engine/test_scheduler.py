@@ -247,7 +247,7 @@ def finish_and_keep(scheduler: Scheduler, sequence: Sequence) -> RequestId:
     scheduler.add(sequence)
     run_step(scheduler)
     name = RequestId(f"{sequence.request_id}/kept")
-    scheduler.keep(name, sequence.blocks)
+    scheduler.loans.keep(name, sequence.blocks)
     sequence.blocks = []
     scheduler.remove(sequence)
     return name
@@ -259,11 +259,11 @@ def test_what_is_kept_is_called_back_the_oldest_first_and_no_more_than_needed() 
     assert scheduler.pool.num_free == 2
     scheduler.add(make_sequence(4, 14))
     assert run_step(scheduler) == []
-    assert scheduler.take_called_back() == names[:1]
-    assert run_step(scheduler) == [] and scheduler.take_called_back() == []
-    assert scheduler.take_back(names[0])
+    assert scheduler.loans.take_called_back() == names[:1]
+    assert run_step(scheduler) == [] and scheduler.loans.take_called_back() == []
+    assert scheduler.loans.take_back(names[0])
     assert run_step(scheduler) == [(4, 0, 8)]
-    assert list(scheduler.kept) == names[1:]
+    assert scheduler.loans.kept == [scheduler.loans[name] for name in names[1:]]
 
 
 def test_a_running_one_waits_for_what_is_called_back_and_is_not_preempted() -> None:
@@ -272,8 +272,8 @@ def test_a_running_one_waits_for_what_is_called_back_and_is_not_preempted() -> N
     scheduler.add(make_sequence(2, 8))
     run_step(scheduler)
     assert run_step(scheduler) == []
-    assert scheduler.take_called_back() == [name]
-    scheduler.take_back(name)
+    assert scheduler.loans.take_called_back() == [name]
+    scheduler.loans.take_back(name)
     assert run_step(scheduler) == [(2, 8, 1)]
     assert scheduler.counters.preemptions == 0
 
@@ -288,7 +288,7 @@ def test_what_was_kept_is_found_by_the_next_turn() -> None:
         assert run_step(scheduler) == [(turn.arrival, 8, 4)]
         scheduler.remove(turn)
         if is_kept:
-            assert scheduler.take_back(name)
+            assert scheduler.loans.take_back(name)
     assert scheduler.pool.num_free == 20
 
 
@@ -391,11 +391,11 @@ def test_everybody_finishes_and_blocks_have_one_owner(
                     scheduler.compute_instead(sequence)
         for request_id in [r for r in late if world.random() < 0.3]:
             late.remove(request_id)
-            assert scheduler.take_back(request_id)
-        kept |= dict.fromkeys(scheduler.take_called_back(), True)
+            assert scheduler.loans.take_back(request_id)
+        kept |= dict.fromkeys(scheduler.loans.take_called_back(), True)
         for name in [n for n, called in kept.items() if world.random() < (0.5 if called else 0.02)]:
             del kept[name]
-            assert scheduler.take_back(name)
+            assert scheduler.loans.take_back(name)
         batch = run_step(scheduler)
         assert sum(count for _, _, count in batch) <= max_batch_tokens
         assert len(scheduler.running) <= max_num_seqs
@@ -405,7 +405,7 @@ def test_everybody_finishes_and_blocks_have_one_owner(
                 if not aborted and world.random() < 0.5:
                     key = RequestId(f"{name}/kept")
                     kept[key] = False
-                    scheduler.keep(key, sequence.blocks)
+                    scheduler.loans.keep(key, sequence.blocks)
                     sequence.blocks = []
                 scheduler.remove(sequence)
                 del live[name]
@@ -420,5 +420,5 @@ def test_everybody_finishes_and_blocks_have_one_owner(
         if not (pending or live or late):
             break
     assert not (pending or live or late)
-    assert all(scheduler.take_back(name) for name in kept)
+    assert all(scheduler.loans.take_back(name) for name in kept)
     assert scheduler.pool.num_free == num_blocks

@@ -2,7 +2,7 @@
 
 Decides what is computed and when. Refuses to know how KV travels between instances.
 
-Reading path: `api` (requests and events), `scheduler` and `blocks` (pure), `kv_cache` and
+Reading path: `api` (requests and events), `scheduler`, `loans` and `blocks` (pure), `kv_cache` and
 `attention` (the paged memory and the function that transformers models call), `models` and
 `random_model` (where models come from), `runner` and `sampler` (one step), `admission` (what can
 never be served), `inbox` and `live` (what the thread is told, and what it keeps of a request),

@@ -170,8 +170,9 @@ class Engine:
         """Gauges and counters, read without stopping the engine."""
         scheduler, pool = self._scheduler, self._pool
         # What is kept for a later turn is given up as soon as somebody needs it.
-        kept = [block for name in list(scheduler.kept) for block in scheduler.loans.get(name, ())]
-        used = pool.num_blocks - pool.num_free - pool.num_freed_by(kept)
+        kept = scheduler.loans.kept
+        num_kept_blocks = pool.num_freed_by([block for blocks in kept for block in blocks])
+        used = pool.num_blocks - pool.num_free - num_kept_blocks
         counters = {
             name: getattr(source, name)
             for source in (self._counters, self._kv_counters, scheduler.counters)
@@ -184,7 +185,7 @@ class Engine:
             "kv_blocks": pool.num_blocks,
             "kv_blocks_used": used,
             "kv_usage": used / pool.num_blocks,
-            "kv_loans": len(scheduler.loans) - len(scheduler.kept),
+            "kv_loans": len(scheduler.loans) - len(kept),
             **counters,
             **(self._kv.turns.stats() if self._kv is not None else {}),
         }

@@ -147,7 +147,7 @@ class KVExchange:
                     self._endpoint.decline(name)
             except Exception as error:
                 logger.exception("request %s: the endpoint refused it", name)
-                self._scheduler.take_back(name)  # it raised, so nothing was handed over
+                self._scheduler.loans.take_back(name)  # it raised, so nothing was handed over
                 self._requests.fail(live, f"the KV endpoint failed: {error}")
 
     def after_schedule(self, preempted: Iterable[Sequence]) -> None:
@@ -191,7 +191,7 @@ class KVExchange:
         is_receiving = live is not None and live.awaits(name)
         if live is not None and is_receiving and live.received is not None:
             self._on_received(live, live.received)
-        elif not self._scheduler.take_back(name):
+        elif not self._scheduler.loans.take_back(name):
             self.counters.ignored_reports += 1
         elif live is None:
             self._requests.forget_if_over(owner_of(name))
@@ -202,7 +202,7 @@ class KVExchange:
         """A request has lent its blocks for others, unless it has ended meanwhile."""
         if live is not None:
             self._scheduler.recalled(live.sequence)
-        elif self._scheduler.take_back(request_id):
+        elif self._scheduler.loans.take_back(request_id):
             self._requests.forget_if_over(owner_of(request_id))
 
     def _on_received(self, live: LiveRequest, report: Report) -> None:
@@ -262,7 +262,7 @@ class KVExchange:
             except Exception as failure:
                 logger.exception("request %s: its KV could not be handed over", request_id)
                 if not may_be_read:
-                    self._scheduler.take_back(request_id)
+                    self._scheduler.loans.take_back(request_id)
                 error = f"the KV endpoint failed: {failure}"
         is_owed = request_id in live.owed
         unfinished = self._keep_for_readers(live) if is_owed and may_be_read else None
@@ -281,7 +281,7 @@ class KVExchange:
         """P: an unfinished prompt's blocks are out of use until the endpoint releases them."""
         sequence, loans = live.sequence, self._scheduler.loans
         if sequence.request_id not in loans:
-            self._scheduler.lend(sequence.request_id, sequence.blocks)
+            loans.lend(sequence.request_id, sequence.blocks)
             sequence.blocks = []
         return [loans[sequence.request_id]]
 
@@ -290,7 +290,7 @@ class KVExchange:
         sequence, num_tokens = live.sequence, len(live.request.prompt_token_ids)
         num_blocks = -(-num_tokens // self._config.block_size)
         lent, sequence.blocks = sequence.blocks[:num_blocks], sequence.blocks[num_blocks:]
-        self._scheduler.lend(sequence.request_id, lent)
+        self._scheduler.loans.lend(sequence.request_id, lent)
         first = None
         if self._config.first_token_seeding:
             prompt = live.request.prompt_token_ids

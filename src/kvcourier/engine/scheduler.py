@@ -12,7 +12,7 @@ Life of a sequence::
        ^-------------------------blocks ran out------------------/
 
 Blocks have one owner at any time: a sequence, or a *loan* (the endpoint, until it releases them).
-Loans that are *kept*, for somebody who may come, are called back when blocks run out, oldest first.
+Loans that are *kept*, for somebody who may come, are called back when blocks run out (`loans`).
 
 **Who may wait for whom.** A loan for a prompt that its holder has not finished is a guess: the
 holder may be unable to begin it for want of the very blocks that it keeps for others who wait
@@ -28,6 +28,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from kvcourier.engine.blocks import BlockKey, BlockPool, extend_keys
+from kvcourier.engine.loans import Loans
 from kvcourier.ids import BlockId, RequestId
 from kvcourier.layout.geometry import TokenSpan
 
@@ -154,10 +155,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.wanting: list[Sequence] = []
         self.receiving: list[Sequence] = []
-        self.loans: dict[RequestId, list[BlockId]] = {}
-        self.kept: dict[RequestId, None] = {}
-        self._called_back: dict[RequestId, None] = {}
-        self._to_tell: list[RequestId] = []
+        self.loans = Loans(pool)
         self._preempted: list[Sequence] = []
         self._block_size = block_size
         self._max_batch_tokens = max_batch_tokens
@@ -201,12 +199,12 @@ class Scheduler:
         if needed <= self.pool.num_free:
             blocks = self.pool.allocate(shared, num_new)
         if blocks is None:
-            self._call_back(needed)
+            self.loans.call_back(needed)
             return None
         self.wanting.remove(sequence)
         self._start_with(sequence, shared)
         lent = blocks[len(shared) :]
-        self.lend(remote.name, lent)
+        self.loans.lend(remote.name, lent)
         sequence.phase = Phase.RECEIVING
         self.receiving.append(sequence)
         return Admission(sequence, remote.name, TokenSpan(cached, remote.num_tokens), tuple(lent))
@@ -217,8 +215,7 @@ class Scheduler:
 
         As many as it takes to serve who has the first claim on blocks and is short of them.
         """
-        coming = [block for name in self._called_back for block in self.loans[name]]
-        short = self._num_blocks_short() - self.pool.num_freed_by(coming)
+        short = self._num_blocks_short() - self.loans.num_coming
         short -= sum(len(self._loan_of(each)) for each in self.receiving if each.is_recalled)
         recalls: list[Sequence] = []
         for sequence in sorted(self.receiving, key=lambda s: -s.arrival):
@@ -235,7 +232,7 @@ class Scheduler:
         """A receiving sequence has given its loan back; it is wanting again, at its old place."""
         assert sequence.remote is not None, "nothing was to come for it"
         self.receiving.remove(sequence)
-        self.take_back(sequence.remote.name)
+        self.loans.take_back(sequence.remote.name)
         self._reset(sequence)
         self._want(sequence)
 
@@ -248,7 +245,7 @@ class Scheduler:
         assert sequence.remote is not None, "nothing was to come for it"
         self.receiving.remove(sequence)
         sequence.is_recalled = False
-        sequence.blocks += self.loans.pop(sequence.remote.name)
+        sequence.blocks += self.loans.filled(sequence.remote.name)
         sequence.phase = Phase.READY
         num_needed = len(sequence.tokens) - (0 if next_is_known else 1)
         self._mark_computed(sequence, min(sequence.remote.num_tokens, num_needed))
@@ -301,30 +298,6 @@ class Scheduler:
         places[sequence.phase].remove(sequence)  # type: ignore[attr-defined]
         self._reset(sequence)
 
-    def lend(self, request_id: RequestId, blocks: list[BlockId]) -> None:
-        """Blocks now belong to the endpoint, until `take_back`."""
-        assert request_id not in self.loans, f"{request_id} has blocks on loan already"
-        self.loans[request_id] = blocks
-
-    def keep(self, name: RequestId, blocks: list[BlockId]) -> None:
-        """Blocks now belong to the endpoint, until `take_back` or until they are called back."""
-        self.lend(name, blocks)
-        self.kept[name] = None
-
-    def take_called_back(self) -> list[RequestId]:
-        """Which kept loans are needed back; it is for the endpoint to release them."""
-        called, self._to_tell = self._to_tell, []
-        return called
-
-    def take_back(self, request_id: RequestId) -> bool:
-        """The endpoint has released a loan that nobody waits for; False if there was none."""
-        self.kept.pop(request_id, None)
-        self._called_back.pop(request_id, None)
-        blocks = self.loans.pop(request_id, None)
-        if blocks is not None:
-            self.pool.release(blocks)
-        return blocks is not None
-
     def _plan(self, sequence: Sequence, budget: int, batch: list[Work]) -> int:
         room = len(sequence.blocks) * self._block_size - sequence.num_computed
         count = min(sequence.num_missing, budget, room)
@@ -352,7 +325,7 @@ class Scheduler:
         num_new = self._num_blocks(len(sequence.tokens)) - len(shared)
         blocks = self.pool.allocate(shared, num_new)
         if blocks is None:
-            self._call_back(self.pool.num_needed(shared, num_new))
+            self.loans.call_back(self.pool.num_needed(shared, num_new))
             return None
         self.waiting.pop(0)
         self._start_with(sequence, shared)
@@ -370,28 +343,13 @@ class Scheduler:
                 fresh = self.pool.allocate((), 1)
                 if fresh is not None:
                     sequence.blocks += fresh
-                elif self._call_back(num_awaited + 1):
+                elif self.loans.call_back(num_awaited + 1):
                     num_awaited += 1
                     break
                 elif any(not each.is_held for each in self.receiving):
                     break
                 else:
                     self._preempt(max((*self.running, *self.ready), key=lambda s: s.arrival))
-
-    def _call_back(self, num_needed: int) -> bool:
-        """Call kept loans back until so many blocks are free or will be; False if none is left."""
-        while not self._will_be_free(num_needed):
-            if not self.kept:
-                return False
-            name = next(iter(self.kept))
-            del self.kept[name]
-            self._called_back[name] = None
-            self._to_tell.append(name)
-        return True
-
-    def _will_be_free(self, num_needed: int) -> bool:
-        coming = (block for name in self._called_back for block in self.loans[name])
-        return num_needed <= self.pool.num_free + self.pool.num_freed_by(coming)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.counters.preemptions += 1

@@ -52,8 +52,7 @@ class Turns:
 
     def stats(self) -> dict[str, int]:
         """Gauges and counters; `NAME:REASON` is the part of a counter with that reason."""
-        loans = dict(self._scheduler.loans)
-        held = [blocks for name, blocks in loans.items() if name in self._scheduler.kept]
+        held = self._scheduler.loans.kept
         counters = {name: getattr(self.counters, name) for name in self.counters.__slots__}
         misses = {f"history_misses:{miss.value}": self._misses[miss] for miss in Miss}
         blocks = sum(map(len, held))
@@ -119,7 +118,7 @@ class Turns:
         num_blocks = -(-num_tokens // self._config.block_size)
         kept, sequence.blocks = sequence.blocks[:num_blocks], sequence.blocks[num_blocks:]
         name = kept_as(sequence.request_id)
-        self._scheduler.keep(name, kept)
+        self._scheduler.loans.keep(name, kept)
         ttl_s = self._config.decoder_kv_blocks_ttl
         try:
             params = self._endpoint.keep_history(name, [kept], num_tokens, ttl_s, proof)
@@ -127,14 +126,14 @@ class Turns:
             # The answer is good all the same.
             logger.exception("request %s: its KV could not be kept", sequence.request_id)
             self._endpoint.abort(name)
-            self._scheduler.take_back(name)  # it raised, so nothing was handed over
+            self._scheduler.loans.take_back(name)  # it raised, so nothing was handed over
             return None
         self.counters.histories_kept += 1
         return params
 
     def give_up(self) -> None:
         """Blocks have run out: take back what is kept, as far as it takes."""
-        for name in self._scheduler.take_called_back():
+        for name in self._scheduler.loans.take_called_back():
             self.counters.histories_given_up += 1
             self._endpoint.abort(name)
 
