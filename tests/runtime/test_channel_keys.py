@@ -18,6 +18,7 @@ from kvcourier.errors import ConfigError, RemoteProtocolError
 from kvcourier.ids import EngineId, Incarnation, InstanceAddress, PeerRank, Rank, RequestId
 from kvcourier.runtime.channel_keys import read_keys
 from kvcourier.runtime.engine_link import Abort, EngineLink, new_token
+from kvcourier.runtime.greeting import Listener
 from kvcourier.runtime.side_channel import HandshakeServer, SideChannel
 from kvcourier.runtime.vital_signs import look
 from kvcourier.transport.interface import Operation
@@ -209,6 +210,28 @@ def test_sockets_with_keys_close_twice_and_free_their_ports(keys):
     server.close()
     again = HandshakeServer(HOST, server.port, lambda payload: payload, 1000, own)
     again.close()
+
+
+def test_a_key_may_be_refused_before_it_is_known_who_listens(keys):
+    """The look at the listener is not done yet when the socket is good for nothing already."""
+    me = PeerRank(EngineId("d"), Incarnation("life"), Rank(0, 0))
+    channel = SideChannel(me, HOST, 1000, keys("d", "p"))
+    server = HandshakeServer(HOST, 0, lambda payload: payload, 1000, keys("p"))
+    server.start()
+    try:
+        address = InstanceAddress(EngineId("p"), HOST, server.port)
+        channel._begin_meeting = lambda address: None  # type: ignore[method-assign]
+        channel.ask(address, b"?")
+        asked = channel._handshakes[address]
+        assert asked.monitor.socket.poll(WAIT_S * 1000)
+        assert any(not asked.socket.poll(0, zmq.POLLOUT) for _ in range(1_000_000))
+        channel._meetings.say((address, asked.number), Listener.LOCKED)
+        assert channel.answers() == []
+        ((refused, reason),) = channel.refusals()
+        assert refused == address and "does not let our key in" in reason
+    finally:
+        channel.close()
+        server.close()
 
 
 def test_nothing_is_asked_of_one_whose_key_is_not_known(keys):

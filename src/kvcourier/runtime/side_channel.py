@@ -7,6 +7,7 @@ bytes are the core's.
 A courier owns its `SideChannel` and calls it from its own thread only, except `wake`.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -365,7 +366,9 @@ class SideChannel:
             elif listener is Listener.SILENT:
                 self._begin_meeting(address)
             else:
-                asked.socket.send(asked.payload, zmq.DONTWAIT)
+                # One that has not let our key in meanwhile takes nothing: `refusals` tells of it.
+                with contextlib.suppress(zmq.Again):
+                    asked.socket.send(asked.payload, zmq.DONTWAIT)
 
     def refusals(self) -> list[tuple[InstanceAddress, str]]:
         """Addresses that were asked and cannot answer, and why; each ends its request."""
