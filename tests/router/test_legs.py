@@ -3,6 +3,7 @@
 import contextlib
 import json
 import string
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -123,6 +124,20 @@ def test_headers_of_a_leg() -> None:
         "accept-encoding": "identity",
         "x-request-id": "r",
     }
+
+
+def test_the_span_of_a_leg_is_in_its_headers_and_in_its_params() -> None:
+    span = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "x=1"}
+    one = replace(call({}), headers=(("a", "b"), ("traceparent", "the client's")))
+    handoff = {"remote_block_ids": [[1]]}
+    for leg in (prefill_leg(one, span), decode_leg(one, handoff, carrier=span)):
+        assert [value for name, value in leg.headers if name == "traceparent"] == [
+            span["traceparent"]
+        ]
+        assert json.loads(leg.content)["kv_transfer_params"]["traceparent"] == span["traceparent"]
+    assert "kv_transfer_params" not in json.loads(decode_leg(one, {}, carrier=span).content)
+    assert dict(prefill_leg(one).headers)["traceparent"] == "the client's"
+    assert "traceparent" not in json.loads(prefill_leg(one).content)["kv_transfer_params"]
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b"<html>", b"\xff", b"[" * 100_000])

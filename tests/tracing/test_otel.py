@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from kvcourier.errors import ConfigError
 from kvcourier.tracing import otel
-from kvcourier.tracing.interface import Event, Kind, Span, trace_headers
+from kvcourier.tracing.interface import Event, Kind, Span, parent_of, trace_headers
 from kvcourier.tracing.otel import ENDPOINTS, OtelTracing, open_tracing
 
 PARENT = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "x=1"}
@@ -90,6 +90,26 @@ def test_only_trace_headers_are_taken() -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        7,
+        ["traceparent"],
+        "",
+        PARENT["traceparent"] + "\n",
+        PARENT["traceparent"] * 1000,
+        PARENT["traceparent"].upper(),
+        f"ff-{'a' * 32}-{'b' * 16}-01",
+        f"00-{'0' * 32}-{'b' * 16}-01",
+        f"00-{'a' * 32}-{'0' * 16}-01",
+    ],
+)
+def test_a_parent_that_is_malformed_is_none(text: object) -> None:
+    assert parent_of(text) == {}
+    assert parent_of(PARENT["traceparent"]) == {"traceparent": PARENT["traceparent"]}
+
+
+@pytest.mark.parametrize(
     ("environment", "is_on"),
     [
         ({}, False),
@@ -126,6 +146,7 @@ def test_nothing_is_imported_while_it_is_off() -> None:
     code = (
         "import sys\n"
         "import kvcourier.router.app, kvcourier.engine.server.traces\n"
+        "import kvcourier.vllm_connector.traces\n"
         "from kvcourier.tracing.otel import open_tracing\n"
         "assert open_tracing('x', None, {}) is None\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"

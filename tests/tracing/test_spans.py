@@ -44,6 +44,20 @@ def bounds(spans: list[Span]) -> list[tuple[str, float, float]]:
     return sorted((each.name, each.start_unix_s, each.end_unix_s) for each in spans)
 
 
+def test_a_story_that_couriers_alone_tell_ends_with_its_transfer() -> None:
+    failed = [
+        entry(1.0, "want_begun", rank="r"),
+        entry(2.0, "registered", rank="r"),
+        entry(3.0, "receive_failed", rank="r", reason="p is gone"),
+        entry(4.0, "released", rank="r"),
+    ]
+    root, children = instance_spans(failed, Side.DECODE, {})
+    assert (root.start_unix_s, root.end_unix_s, root.failure) == (1.0, 4.0, "p is gone")
+    assert bounds(children) == [("register", 1.0, 2.0), ("wait for KV", 2.0, 3.0)]
+    received = [*failed[:2], entry(3.0, "received", rank="r"), failed[3]]
+    assert instance_spans(received, Side.DECODE, {})[0].failure == ""
+
+
 def test_a_prefill_is_queue_prefill_hold_and_each_write_from_its_posting_to_its_end() -> None:
     root, children = instance_spans(PREFILL, Side.PREFILL, {"a": 1})
     assert (root.name, root.start_unix_s, root.end_unix_s) == ("prefill request", 1.0, 4.6)

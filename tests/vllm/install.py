@@ -20,8 +20,14 @@ VLLM = "0.32.0"
 TORCH = "2.13.0"
 NIXL = "1.5.1"
 LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
-# For the tests of tests/vllm/inside; their releases are the ones of our own environment.
-TESTING = ("hypothesis", "pytest", "pytest-timeout")
+# For the tests, in the releases of our own environment. vLLM brings OpenTelemetry by itself so far.
+TESTING = (
+    "hypothesis",
+    "opentelemetry-exporter-otlp-proto-http",
+    "opentelemetry-sdk",
+    "pytest",
+    "pytest-timeout",
+)
 # A reader that never spins depends on every wake-up arriving, and one lost costs five seconds a
 # token; one that spins for a second, as by default, starves a machine of two cores.
 SPIN_S = 0.02

@@ -202,7 +202,7 @@ class Attempt:
 
     def _start_prefill(self) -> None:
         prefill, upstream = self.pairing.chosen[LegName.PREFILL], self._services.upstream
-        leg = self._story.sent(LegName.PREFILL, prefill.spec.url, prefill_leg(self._call))
+        leg = prefill_leg(self._call, self._story.send(LegName.PREFILL, prefill.spec.url))
         url = prefill.spec.url + self._client.path
         self._legs.start(LegName.PREFILL, prefill, lambda: upstream.prefill(url, leg, self._post))
 
@@ -215,8 +215,8 @@ class Attempt:
             return
         self._num_decode_legs += 1
         post = partial(self._post, decode_leg=self._num_decode_legs)
-        leg = decode_leg(self._call, params, decode.spec.dp_rank)
-        leg = self._story.sent(LegName.DECODE, decode.spec.url, leg)
+        carrier = self._story.send(LegName.DECODE, decode.spec.url)
+        leg = decode_leg(self._call, params, decode.spec.dp_rank, carrier)
         url = decode.spec.url + self._client.path
         self._legs.start(
             LegName.DECODE,

@@ -12,6 +12,7 @@ from typing import Any
 from kvcourier.config import USUAL_BINDING, Binding, TransferMode
 from kvcourier.ids import RequestId, TransferId
 from kvcourier.router.config import Coordinates
+from kvcourier.tracing.interface import TRACE_HEADERS, UNTRACED, Carrier, parent_of
 
 Params = dict[str, Any]
 
@@ -127,21 +128,32 @@ def bound(call: Call, params: Params, binding: int) -> Params:
     return params | {"binding": binding} if params and call.max_rebinds else params
 
 
-def prefill_leg(call: Call) -> Leg:
-    """The request to P: one token, not streamed."""
+def prefill_leg(call: Call, carrier: Carrier = UNTRACED) -> Leg:
+    """The request to P: one token, not streamed. `carrier` names the leg's span, if it has one."""
     body = {key: value for key, value in call.body.items() if key not in _NOT_FOR_PREFILL}
-    body |= {"max_tokens": 1, "stream": False, "kv_transfer_params": prefill_params(call)}
+    body |= {
+        "max_tokens": 1,
+        "stream": False,
+        "kv_transfer_params": _traced(prefill_params(call), carrier),
+    }
     if "max_completion_tokens" in body:
         body["max_completion_tokens"] = 1
-    return Leg(_encode(body), _headers(call, call.prefill_dp_rank))
+    return Leg(_encode(body), _headers(call, call.prefill_dp_rank, carrier))
 
 
-def decode_leg(call: Call, params: Params, dp_rank: int | None = None) -> Leg:
+def decode_leg(
+    call: Call, params: Params, dp_rank: int | None = None, carrier: Carrier = UNTRACED
+) -> Leg:
     """The request to D, or to its rank: the client's own, plus where the KV comes from, if any."""
     body = dict(call.body)
     if params:
-        body["kv_transfer_params"] = {**params, "keep_history": call.keeps}
-    return Leg(_encode(body), _headers(call, dp_rank), bool(body.get("stream")))
+        body["kv_transfer_params"] = _traced({**params, "keep_history": call.keeps}, carrier)
+    return Leg(_encode(body), _headers(call, dp_rank, carrier), bool(body.get("stream")))
+
+
+def _traced(params: Params, carrier: Carrier) -> Params:
+    """With the span as well: vLLM hands a connector no headers unless its own tracing is on."""
+    return {**params, **parent_of(carrier.get("traceparent"))}
 
 
 def read_object(content: bytes) -> dict[str, Any]:
@@ -173,10 +185,12 @@ def _encode(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-def _headers(call: Call, dp_rank: int | None) -> tuple[tuple[str, str], ...]:
+def _headers(call: Call, dp_rank: int | None, carrier: Carrier) -> tuple[tuple[str, str], ...]:
     rank = () if dp_rank is None else (("x-data-parallel-rank", str(dp_rank)),)
+    own = [each for each in call.headers if not carrier or each[0] not in TRACE_HEADERS]
     return (
-        *call.headers,
+        *own,
+        *carrier.items(),
         ("content-type", "application/json"),
         ("accept-encoding", "identity"),
         ("x-request-id", call.request_id),

@@ -4,15 +4,21 @@ Decides which entry begins and ends which span, and which headers make an instan
 of its leg. Refuses to know what follows from what (`dispatch`).
 """
 
-from dataclasses import replace
 from typing import Any
 
 from kvcourier.config import USUAL_BINDING
 from kvcourier.router.events import Action, Cancel, Event, Finish, LegName
-from kvcourier.router.legs import Call, Leg
+from kvcourier.router.legs import Call
 from kvcourier.router.telling import told_of
 from kvcourier.runtime.diary import Diary
-from kvcourier.tracing.interface import TRACE_HEADERS, Kind, LiveSpan, Tracing, trace_headers
+from kvcourier.tracing.interface import (
+    UNTRACED,
+    Carrier,
+    Kind,
+    LiveSpan,
+    Tracing,
+    trace_headers,
+)
 
 _LEG_ENDS = {
     "prefill_answered": LegName.PREFILL,
@@ -53,19 +59,18 @@ class DispatchStory:
                 {f"kvcourier.{name}": value for name, value in details.items()},
             )
 
-    def sent(self, name: LegName, url: str, leg: Leg) -> Leg:
-        """A leg is about to be sent there; returns it with headers by which it is traced."""
+    def send(self, name: LegName, url: str) -> Carrier:
+        """A leg is about to be sent there; returns what names its span, if it has one."""
         # Another one in its place: the instance did not begin soon enough.
         self._end_leg(name, "given up")
         self._diary.note(self._call.transfer_id, f"{name}_sent", to=url)
         if self._whole is None:
-            return leg
+            return UNTRACED
         attributes = {"kvcourier.transfer_id": str(self._call.transfer_id), "url.full": url}
         now = self._diary.now_unix_s()
         span = self._whole.child(f"{name} leg", Kind.CLIENT, now, attributes)
         self._legs[name] = span
-        others = tuple(each for each in leg.headers if each[0] not in TRACE_HEADERS)
-        return replace(leg, headers=(*others, *span.carrier().items()))
+        return span.carrier()
 
     def happened(self, happening: Event | Action) -> None:
         """An event of the dispatch, or an action that it leads to."""

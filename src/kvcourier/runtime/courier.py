@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from kvcourier.config import CourierConfig, Limits
 from kvcourier.core.commands import (
@@ -137,6 +138,7 @@ class Courier:
         self._on_death = on_death
         self._engine_token = engine_token
         self._clock = clock
+        self._unix_offset_s = time.time() - clock()
         self._uncounted: deque[EngineEvent] = deque()
         self._events: deque[Event] = deque()
         me = sender_fields(endpoint.me)
@@ -240,6 +242,20 @@ class Courier:
         """Sizes of the core's tables and staging slots in use, by name; from any thread."""
         slots = self._postings.num_slots_used + self._receiver.num_slots_used
         return {**self.endpoint.gauges(), "staging_slots_used": slots}
+
+    def story(self, key: str) -> list[dict[str, Any]]:
+        """What happened to a transfer here, by request id or transfer id, in order, with times in
+        unix seconds; empty if unknown or forgotten. From any thread."""
+        told = {"rank": str(self.endpoint.me.rank), "thread": self.thread_name}
+        return [
+            {
+                "at_unix_s": entry.at + self._unix_offset_s,
+                "what": entry.what,
+                **told,
+                **entry.details,
+            }
+            for entry in self.endpoint.story(key) or ()
+        ]
 
     def next_deadline(self) -> float | None:
         """When `step` is due at the latest, on the courier's clock; None if nothing waits for

@@ -6,7 +6,6 @@ Refuses to know the engine, and everything the couriers and cores decide.
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -105,7 +104,6 @@ class KvEndpoint:
         self._num_holds = 0
         self._computing: dict[RequestId, tuple[HoldId, TransferKey | None]] = {}
         self._lock = threading.Lock()
-        self._unix_offset_s = time.time() - surroundings.clock()
         self._closed = False
 
     # Life.
@@ -328,18 +326,7 @@ class KvEndpoint:
 
     def story(self, key: str) -> list[dict[str, Any]] | None:
         """What happened to a transfer; see runtime.interface."""
-        entries = []
-        for rank, courier in self._couriers.items():
-            for entry in courier.endpoint.story(key) or ():
-                entries.append(
-                    {
-                        "at_unix_s": entry.at + self._unix_offset_s,
-                        "what": entry.what,
-                        "rank": str(rank),
-                        "thread": courier.thread_name,
-                        **entry.details,
-                    }
-                )
+        entries = [each for courier in self._couriers.values() for each in courier.story(key)]
         return sorted(entries, key=lambda entry: entry["at_unix_s"]) or None
 
     def snapshots(self) -> dict[str, Snapshot]:

@@ -4,15 +4,24 @@ Decides the facts of a span. Refuses to know OpenTelemetry.
 """
 
 import enum
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 Carrier = Mapping[str, str]
 """Headers that say whose child a span is (W3C trace context), by lower-case names."""
 
+UNTRACED: Carrier = MappingProxyType({})
+"""Names no span."""
+
 TRACE_HEADERS = frozenset({"traceparent", "tracestate", "baggage"})
 """The headers of W3C trace context and baggage."""
+
+_TRACEPARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+)
 
 Value = str | bool | int | float
 
@@ -90,3 +99,10 @@ def trace_headers(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Those of a request's headers that name a span."""
     lowered = ((name.lower(), value) for name, value in headers)
     return {name: value for name, value in lowered if name in TRACE_HEADERS}
+
+
+def parent_of(traceparent: object) -> Carrier:
+    """The headers of a parent that came by another way; none if it is malformed."""
+    if isinstance(traceparent, str) and _TRACEPARENT.fullmatch(traceparent):
+        return {"traceparent": traceparent}
+    return UNTRACED

@@ -43,7 +43,7 @@ def open_tracing(
     Raises:
         ConfigError: `endpoint` is given, but OpenTelemetry is not installed, or cannot be set up.
     """
-    if not _is_wanted(endpoint, environment):
+    if not is_wanted(endpoint, environment):
         return None
     try:
         provider = _make_provider(service, endpoint, environment)
@@ -68,7 +68,8 @@ def tracing_of(service: str, endpoint: str | None = None) -> Iterator[Tracing | 
             tracing.close()
 
 
-def _is_wanted(endpoint: str | None, environment: Mapping[str, str]) -> bool:
+def is_wanted(endpoint: str | None = None, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether somebody wants spans."""
     if environment.get(DISABLED, "").strip().lower() == "true":
         return False
     if environment.get(EXPORTER, "otlp").strip().lower() == "none":

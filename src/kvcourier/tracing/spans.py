@@ -24,6 +24,8 @@ FAILURES = frozenset(
 """Entries that say that what they end has failed; `reason` says why."""
 
 _ENDS = ("answered", "failed", "refused", "ended_early")
+_MOVED = ("received", "receive_failed", "sent", "send_failed")
+"""How a transfer ends; a story that couriers alone tell has no other end."""
 _OVER = frozenset({"released", "dropped"})
 
 
@@ -94,13 +96,14 @@ def instance_spans(
     """
     start, end = story[0]["at_unix_s"], story[-1]["at_unix_s"]
     answered = [each for each in story if each["what"] in _ENDS]
+    ends = answered or [each for each in story if each["what"] in _MOVED]
     children = [span for rule in RULES for span in _spans_of(rule, story, side, end)]
     root = Span(
         name=side.value,
         start_unix_s=start,
         end_unix_s=answered[-1]["at_unix_s"] if answered else end,
         kind=Kind.SERVER,
-        failure=_failure(answered[-1]) if answered else "",
+        failure=_failure(ends[-1]) if ends else "",
         attributes=attributes,
         events=tuple(_events(story)),
     )

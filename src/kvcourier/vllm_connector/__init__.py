@@ -10,7 +10,7 @@ reports back. The only package that imports vllm.
 Reading path: `connector` (vLLM's hooks), `scheduler_side` (which call a hook means), `intents`
 (what of a client's parameters is used), `turns` (what is kept and fetched of conversations),
 `admission` (who may have blocks, and when), `worker_side` (the rank's courier), `caches` (vLLM's
-tensors as cache groups), `block_tables` (vLLM's block ids as ours), `stats`,
+tensors as cache groups), `block_tables` (vLLM's block ids as ours), `stats`, `traces` (spans),
 `settings`, `versions`.
 
 Common changes: a hook that differs between releases of vLLM goes into `versions`; a new kind of

@@ -16,11 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvcourier.layout import CacheKind, MemoryKind, RankCache
+from kvcourier.tracing.otel import is_wanted
 from kvcourier.vllm_connector.caches import largest_request, read_cache
 from kvcourier.vllm_connector.progress import StepNews
 from kvcourier.vllm_connector.scheduler_side import SchedulerSide
 from kvcourier.vllm_connector.settings import ConnectorSettings, read_settings
 from kvcourier.vllm_connector.stats import CourierPromMetrics, CourierStats, SizeTeller
+from kvcourier.vllm_connector.traces import Parents, Traced
 from kvcourier.vllm_connector.versions import (
     REPORTS_FAILED_REQUESTS,
     HybridSupport,
@@ -40,10 +42,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class CourierMetadata(KVConnectorMetadata):
-    """What a step means for the prompts that we hold. All other calls reach the couriers by their
-    own link, without waiting for a step."""
+    """What a step means for the prompts that we hold, and whose children new requests are, where
+    anybody traces. All other calls reach the couriers by their own link, without waiting for a
+    step."""
 
     news: StepNews
+    traced: tuple[Traced, ...] = ()
 
 
 def _log_like_vllm() -> None:
@@ -75,6 +79,7 @@ class CourierConnector(KVConnectorBase_V1, HybridSupport):
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
         self._sizes = SizeTeller("scheduler")
+        self._parents = Parents(self._settings.endpoint.limits) if is_wanted() else None
         if role is KVConnectorRole.SCHEDULER:
             groups = kv_cache_config.kv_cache_groups
             self._scheduler = SchedulerSide(
@@ -105,6 +110,8 @@ class CourierConnector(KVConnectorBase_V1, HybridSupport):
     def on_new_request(self, request: Any) -> None:
         """See SchedulerSide.on_new_request."""
         self._scheduling.on_new_request(request)
+        if self._parents is not None:
+            self._parents.read(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -119,7 +126,8 @@ class CourierConnector(KVConnectorBase_V1, HybridSupport):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """See ProgressTracker."""
-        return CourierMetadata(self._scheduling.step_news(scheduler_output))
+        traced = () if self._parents is None else self._parents.take()
+        return CourierMetadata(self._scheduling.step_news(scheduler_output), traced)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """See SchedulerSide.on_results: vLLM's scheduler goes through the same two sets next."""
@@ -238,7 +246,7 @@ class CourierConnector(KVConnectorBase_V1, HybridSupport):
         """A step begins: what was preempted for it is void before its kernels run."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, CourierMetadata):
-            self._worker.begin_step(connector_metadata.news)
+            self._worker.begin_step(connector_metadata.news, connector_metadata.traced)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any

@@ -29,12 +29,14 @@ from kvcourier.runtime.layer_pace import LEAST_BYTES, LayerPace
 from kvcourier.runtime.rank import open_rank
 from kvcourier.runtime.reports import Outcome, Report, Side
 from kvcourier.runtime.step_clock import step_clock
+from kvcourier.tracing.otel import open_tracing
 from kvcourier.transport.nixl import nixl_factory
 from kvcourier.vllm_connector.block_tables import BlockTable
 from kvcourier.vllm_connector.caches import WorkerCache, all_ranks, layer_number
 from kvcourier.vllm_connector.progress import Progress, StepNews
 from kvcourier.vllm_connector.settings import ConnectorSettings
 from kvcourier.vllm_connector.stats import CourierStats, StatsRecorder
+from kvcourier.vllm_connector.traces import Traced, WorkerTraces
 from kvcourier.vllm_connector.turns import miss_key
 from kvcourier.vllm_connector.versions import TransferResults
 
@@ -89,6 +91,8 @@ class WorkerSide:
         memory = found.cache.regions[0].memory
         self._pace = LayerPace(found.cache.geometries, LEAST_BYTES[memory])
         self._clock = step_clock(memory)
+        tracing = open_tracing("kvcourier-vllm")
+        self._traces = None if tracing is None else WorkerTraces(tracing, self._story)
         token = new_token()
         config = replace(settings.endpoint, cache_format=cache_format)
         geometries = all_ranks(found.cache.geometries, settings.tp_size)
@@ -117,8 +121,10 @@ class WorkerSide:
 
     # Steps.
 
-    def begin_step(self, news: StepNews) -> None:
+    def begin_step(self, news: StepNews, traced: tuple[Traced, ...] = ()) -> None:
         """A step's kernels are about to be launched."""
+        if self._traces is not None and traced:
+            self._traces.follow(traced)
         for request_id in news.rolled_back:
             self._courier.submit(PrefillRolledBack(request_id))
         self._progress = news.progress
@@ -208,10 +214,17 @@ class WorkerSide:
     def close(self) -> None:
         """Stop the courier and give NIXL back."""
         self._courier.close()
+        if self._traces is not None:
+            self._traces.close()
+
+    def _story(self, key: str) -> list[dict[str, Any]]:
+        return self._courier.story(key)
 
     def _on_report(self, report: Report) -> None:
         """On the courier's thread, so that the story does not change while it is read."""
         self._reports.append(report)
+        if self._traces is not None:
+            self._traces.on_report(report)
         if self._log_stories and report.outcome is Outcome.RELEASED:
             for entry in self._courier.endpoint.story(report.request_id) or ():
                 _log.info("%s %.6f %s %s", report.request_id, entry.at, entry.what, entry.details)

@@ -399,14 +399,16 @@ def handed_over(
     *,
     prefill_tokens: int = 1,
     want: bool = True,
+    traceparent: str | None = None,
     **options: Any,
 ) -> tuple[str, str]:
     """Send both legs as a router does; returns (P's request, D's request).
 
     In pull, D is asked when P has answered; in push, at once. `want` False leaves D out, and its
-    id empty. `options` are D's.
+    id empty. `traceparent` is the span of both legs. `options` are D's.
     """
-    params: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
+    span = {} if traceparent is None else {"traceparent": traceparent}
+    params: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False, **span}
     transfer_id = f"transfer-{next(_ids)}"
     if mode == "push":
         params["transfer_id"] = transfer_id
@@ -418,7 +420,7 @@ def handed_over(
         assert for_d is not None, "P hands over what it computed"
     else:
         for_d = p.early_params(transfer_id)
-    return held, d.ask(prompt, for_d, **options) if want else ""
+    return held, d.ask(prompt, {**for_d, **span}, **options) if want else ""
 
 
 class Network(MemoryNetwork):
