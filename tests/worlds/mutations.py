@@ -12,7 +12,7 @@ from kvcourier.core.endpoint import Endpoint
 from kvcourier.core.holder import Holder
 from kvcourier.core.leases import LeaseTable
 from kvcourier.core.packing.sender import Sender
-from kvcourier.core.wanter import Wanter
+from kvcourier.core.want_endings import WantEndings
 from kvcourier.core.wants import Want
 from kvcourier.runtime.contacts import Contacts
 
@@ -101,7 +101,7 @@ MUTATIONS: dict[str, Mutation] = {
         Holder, "_is_quiet", lambda self, hold: True
     ),
     "the wanter releases before its reads are quiet": lambda: patch.object(
-        Wanter, "_quiet_locally", lambda self, want: True
+        WantEndings, "quiet_locally", lambda self, want: True
     ),
     "the wanter does not wait for the fence": lambda: patch.object(Want, "quiet_remotely", True),
     "incarnations are not told apart": match_across_incarnations,
@@ -113,7 +113,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     # Two of these were no rules until random worlds had shown the harm.
     "the wanter does not say that it has all": lambda: patch.object(
-        Wanter, "_let_go", lambda self, want, *, read: None
+        WantEndings, "_let_go", lambda self, want, *, read: None
     ),
     "a stuck write keeps its staging slot for ever": lambda: patch.object(
         Sender, "_give_up", lambda self, stream, record, now: []

@@ -6,9 +6,12 @@ and ids come in as values, and what is to be done goes out as commands.
 
 Reading path: `events` and `commands` (inputs and outputs), `endpoint` (the four verbs), `lifecycle`
 (all states and transitions), `outcomes`. Then one side: `holder` with `holds`, `deliveries`,
-`rendezvous` and `leases`, or `wanter` with `wants`, `asks` and `coverage`. Shared by both:
-`workspace`, `peers`, `flights`, `deadlines`, `stories`. At the border: `messages`, `handshake`,
-`params`; `histories` and `token_proof` say how much of an offered history a prompt may use.
+`rendezvous` and `leases`, or `wanter` with `wants` (the records) and the steps on the way of one:
+`words` and `connections` (it is queued), `receipts` with `asks`, `checks` and `repairs` (it has
+blocks), `recalls`, `want_endings`; what holders say comes in through `answers` and `heartbeats`.
+Shared by both: `workspace`, `peers`, `flights`, `deadlines`, `stories`. At the border: `messages`,
+`handshake`, `params`; `histories` and `token_proof` say how much of an offered history a prompt may
+use.
 
 Common changes:
 - a state or transition: the table and `EXITS_BY_TIME` in `lifecycle`, the side that takes it, the

@@ -1,7 +1,7 @@
 """What a want asks of the ranks that hold its KV.
 
 Decides the contents of each registration, READ, heartbeat, cancel and good-bye. Refuses to know
-when they are due; `wanter` does that.
+when they are due; `receipts`, `heartbeats`, `recalls` and `want_endings` do.
 """
 
 from kvcourier.config import TransferMode

@@ -1,7 +1,7 @@
 """Whether what has arrived is what its holders have: the wanting side's (D) part.
 
 Decides what is asked of whom, and the verdict. Refuses to know when a check is due and what follows
-from it; `wanter` does.
+from it; `receipts` does.
 """
 
 import hashlib

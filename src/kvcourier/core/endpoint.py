@@ -42,29 +42,23 @@ from kvcourier.core.events import (
     WantBegun,
     WantDeclined,
 )
-from kvcourier.core.heartbeats import Heartbeats
 from kvcourier.core.holder import Holder
 from kvcourier.core.lifecycle import HoldState, WantState
 from kvcourier.core.messages import (
     Beat,
     Cancel,
     Collected,
-    Computed,
     CoreMessage,
     Digest,
-    Digested,
-    Fail,
-    Fenced,
-    Held,
     Landed,
     Register,
-    Registered,
     Renew,
     Renewed,
 )
 from kvcourier.core.peers import Peer, PeerState
+from kvcourier.core.receipts import WritePreference
 from kvcourier.core.stories import StoryEntry
-from kvcourier.core.wanter import Wanter, WritePreference
+from kvcourier.core.wanter import Wanter
 from kvcourier.core.wants import WriteTarget
 from kvcourier.core.watch import Watch
 from kvcourier.core.witness import WITNESS
@@ -104,12 +98,10 @@ class Endpoint:
         self._space = Workspace(me, geometries, timing, limits, allowed_peers)
         self._holder = Holder(self._space)
         self._wanter = Wanter(self._space, address, prefers_write, integrity)
-        self._heartbeats = Heartbeats(self._space, self._wanter, address)
         self._watch = Watch(self._space, self._needed_at, self._on_peer_silent)
         self._timer_handlers: Mapping[TimerKind, Callable[[Any], object]] = {
             **self._holder.on_timer,
             **self._wanter.on_timer,
-            **self._heartbeats.on_timer,
             **self._watch.on_timer,
             TimerKind.CONNECT: self._on_connect_overdue,
             TimerKind.PEER_IDLE: self._space.forget_peer,
@@ -179,7 +171,7 @@ class Endpoint:
 
         One of a newer epoch than before voids what has landed of the older ones.
         """
-        return self._wanter.write_target(message)
+        return self._wanter.answers.write_target(message)
 
     @property
     def counts(self) -> Mapping[Counted, int]:
@@ -277,26 +269,14 @@ class Endpoint:
                 self._holder.on_collected(message)
             case Digest():
                 self._holder.on_digest(message)
-            case Digested():
-                self._wanter.on_digested(message)
             case Renew():
                 self._holder.on_renew(message)
-            case Registered():
-                self._wanter.on_registered(message)
-            case Landed():
-                self._wanter.on_landed(message)
-            case Computed():
-                self._wanter.on_computed(message)
-            case Held():
-                self._wanter.on_held(message)
-            case Fail():
-                self._wanter.on_fail(message)
-            case Fenced():
-                self._wanter.on_fenced(message)
             case Renewed():
-                self._heartbeats.on_renewed(message)
+                self._wanter.heartbeats.on_renewed(message)
             case Beat():
                 self._watch.on_beat(message)
+            case _:
+                self._wanter.answers.take(message)
 
     # Peers.
 

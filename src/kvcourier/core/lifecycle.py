@@ -1,7 +1,7 @@
 """Every state and every transition, as three tables.
 
 Decides which event takes which record to which state. Refuses to know what is sent or posted on
-the way: `holder` and `wanter` do that. The diagrams in docs/protocol.md are generated from here
+the way: both sides do that. The diagrams in docs/protocol.md are generated from here
 (`python -m kvcourier.core.lifecycle`); a new rule is a new entry.
 
 The tables do not know push from pull apart from the states only one of them passes through, and

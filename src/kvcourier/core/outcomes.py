@@ -10,6 +10,10 @@ from kvcourier.ids import BlockId, RequestId
 
 NOT_HELD = "the KV is not held any more"
 """Begins the reason of a holder that has let go."""
+NOT_AS_REQUESTED = (
+    "the prefill instance does not hold this KV in the blocks, or with the number of tokens, that "
+    "the request says"
+)
 
 
 class Outcome(enum.StrEnum):
