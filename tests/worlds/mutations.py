@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from kvcourier.core.deliveries import Deliveries
 from kvcourier.core.endpoint import Endpoint
-from kvcourier.core.holder import Holder
+from kvcourier.core.hold_endings import HoldEndings
 from kvcourier.core.leases import LeaseTable
 from kvcourier.core.packing.sender import Sender
 from kvcourier.core.want_endings import WantEndings
@@ -98,7 +98,7 @@ def match_across_incarnations():
 
 MUTATIONS: dict[str, Mutation] = {
     "the holder releases before its writes are quiet": lambda: patch.object(
-        Holder, "_is_quiet", lambda self, hold: True
+        HoldEndings, "_is_quiet", lambda self, hold: True
     ),
     "the wanter releases before its reads are quiet": lambda: patch.object(
         WantEndings, "quiet_locally", lambda self, want: True

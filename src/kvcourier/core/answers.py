@@ -22,7 +22,8 @@ from kvcourier.core.outcomes import NOT_AS_REQUESTED, NOT_HELD, Cause
 from kvcourier.core.recalls import Recalls
 from kvcourier.core.receipts import Receipts
 from kvcourier.core.want_endings import WantEndings
-from kvcourier.core.wants import Link, Offer, Want, WantTable, WriteTarget
+from kvcourier.core.want_table import WantTable
+from kvcourier.core.wants import Link, Offer, Want, WriteTarget
 from kvcourier.core.words import Words
 from kvcourier.core.workspace import Counted, TimerKind, Workspace
 from kvcourier.ids import HoldId

@@ -2,7 +2,8 @@
 after, or telling them what they may READ.
 
 Decides, for one delivery at a time, when to acknowledge, post, fail and fence, and what the
-wanter is told. Refuses to know how holds are found and when they end; `holder` does that.
+wanter is told. Refuses to know how holds are found (`hold_table`) and when they end
+(`hold_endings`).
 """
 
 from kvcourier.core.commands import PostWrite, SendNotification

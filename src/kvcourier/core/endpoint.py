@@ -153,7 +153,8 @@ class Endpoint:
     @property
     def idle(self) -> bool:
         """Whether there is no hold, no want and no waiting registration."""
-        return not (self._holder.holds or self._wanter.wants or self._holder.num_waiting)
+        waiting = self._holder.registrations.num_waiting
+        return not (self._holder.holds or self._wanter.wants or waiting)
 
     def is_awaited(self, request_id: RequestId) -> bool:
         """Whether somebody has registered for this prompt; may be asked from any thread."""
@@ -186,7 +187,7 @@ class Endpoint:
         return {
             "holds": len(holds),
             "wants": len(wants),
-            "waiting_registrations": self._holder.num_waiting,
+            "waiting_registrations": self._holder.registrations.num_waiting,
             "operations_in_flight": len(self._space.flights),
             "peers": len(self._space.peers),
             "watched_peers": len(self._watch),
@@ -262,7 +263,7 @@ class Endpoint:
         match message:
             case Register():
                 self._replace_if_restarted(message)
-                self._holder.on_register(message)
+                self._holder.registrations.on_register(message)
             case Cancel():
                 self._holder.on_cancel(message)
             case Collected():
@@ -270,7 +271,7 @@ class Endpoint:
             case Digest():
                 self._holder.on_digest(message)
             case Renew():
-                self._holder.on_renew(message)
+                self._holder.renewals.on_renew(message)
             case Renewed():
                 self._wanter.heartbeats.on_renewed(message)
             case Beat():
@@ -406,7 +407,7 @@ class Endpoint:
             case _ if reason is None:
                 raise LocalProtocolError(f"operation {operation_id}: a digest was expected")
             case witness if witness == WITNESS:
-                self._holder.on_digest_refused(owner, reason)
+                self._holder.witness.on_refused(owner, reason)
             case _:
                 self._wanter.on_digest_refused(owner, reason)
 
@@ -424,6 +425,6 @@ class Endpoint:
             return
         owner = self._space.flights.land(operation_id)
         if owner[0] == WITNESS:
-            self._holder.on_digest_taken(owner, operation_id, digest)
+            self._holder.witness.on_taken(owner, operation_id, digest)
         else:
             self._wanter.on_digest_taken(owner, operation_id, digest)

@@ -12,7 +12,8 @@ from kvcourier.core.asks import Asks
 from kvcourier.core.commands import SendMessage
 from kvcourier.core.lifecycle import WantState
 from kvcourier.core.messages import UNASKED, Renew, Renewed, RenewItem
-from kvcourier.core.wants import Link, Want, WantTable
+from kvcourier.core.want_table import WantTable
+from kvcourier.core.wants import Link, Want
 from kvcourier.core.workspace import Counted, TimerKind, Workspace
 from kvcourier.ids import InstanceAddress, PeerRank, RequestId
 

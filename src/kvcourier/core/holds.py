@@ -8,9 +8,18 @@ messages beyond the registration itself, and when anything is sent.
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvcourier.core.events import BlockGroups
-from kvcourier.core.lifecycle import DELIVERY, DeliveryEvent, DeliveryState, HoldState, step
+from kvcourier.core.lifecycle import (
+    DELIVERY,
+    HOLD,
+    DeliveryEvent,
+    DeliveryState,
+    HoldEvent,
+    HoldState,
+    step,
+)
 from kvcourier.core.messages import HoldName, Register
 from kvcourier.core.outgoing import Outgoing
 from kvcourier.core.params import MAX_BINDING
@@ -27,6 +36,8 @@ from kvcourier.ids import (
     RequestId,
     TransferKey,
 )
+
+_MAX_REMEMBERED = 4096
 
 DeliveryKey = tuple[PeerRank, RequestId]
 """A wanter's rank and *its* request id: what a registration is known by."""
@@ -248,6 +259,10 @@ class Hold:
         """Whether every rank that needs something has been served."""
         return bool(self.needed) and self.needed <= self.served.keys()
 
+    def advance(self, event: HoldEvent) -> None:
+        """Move on by the table."""
+        self.state = step(HOLD, self.state, event, self.request_id)
+
 
 @dataclass(frozen=True, slots=True)
 class EndedHold:
@@ -262,9 +277,8 @@ class EndedHold:
 class EndedHolds:
     """The latest ended holds, by request id and by transfer key."""
 
-    def __init__(self, max_remembered: int) -> None:
+    def __init__(self) -> None:
         self._ended: OrderedDict[RequestId | TransferKey, EndedHold] = OrderedDict()
-        self._max_remembered = max_remembered
 
     def remember(self, hold: Hold) -> None:
         """A hold has ended."""
@@ -273,8 +287,7 @@ class EndedHolds:
             if name is not None:
                 self._ended[name] = ended
                 self._ended.move_to_end(name)
-        while len(self._ended) > self._max_remembered:
-            self._ended.popitem(last=False)
+                forget_oldest(self._ended)
 
     def find(self, name: HoldName) -> EndedHold | None:
         """The ended hold that is exactly so named."""
@@ -292,6 +305,12 @@ class EndedHolds:
             and peer.rank in ended.served
             and name.hold_id in (None, ended.hold_id)
         )
+
+
+def forget_oldest(remembered: OrderedDict[Any, Any]) -> None:
+    """After each addition: who sends us names is not to fill our memory with them."""
+    if len(remembered) > _MAX_REMEMBERED:
+        remembered.popitem(last=False)
 
 
 def claim_of(name: HoldName, peer: PeerRank, request_id: RequestId) -> Claim:

@@ -44,6 +44,7 @@ class Partings:
 
     def take(self, key: DeliveryKey) -> Parting:
         """Its hold has begun."""
+        self._space.cancel_timer(TimerKind.REGISTRATION, key)
         return self._waiting.pop(key)
 
     def expire(self, key: DeliveryKey) -> None:

@@ -12,7 +12,8 @@ from kvcourier.core.checks import Checks
 from kvcourier.core.commands import Abandon
 from kvcourier.core.lifecycle import WantEvent, WantState
 from kvcourier.core.outcomes import Cause, Outcome, Side
-from kvcourier.core.wants import Want, WantTable
+from kvcourier.core.want_table import WantTable
+from kvcourier.core.wants import Want
 from kvcourier.core.workspace import Counted, TimerKind, Workspace
 
 _BEFORE_BLOCKS = frozenset({WantState.QUEUED, WantState.PARTING})

@@ -23,7 +23,8 @@ from kvcourier.core.peers import Peer
 from kvcourier.core.recalls import Recalls
 from kvcourier.core.receipts import Receipts, WritePreference
 from kvcourier.core.want_endings import WantEndings
-from kvcourier.core.wants import Want, WantTable
+from kvcourier.core.want_table import WantTable
+from kvcourier.core.wants import Want
 from kvcourier.core.words import Words
 from kvcourier.core.workspace import Owner, TimerKind, Workspace
 from kvcourier.errors import LocalProtocolError
