@@ -57,6 +57,7 @@ class Rig:
         keys: ChannelKeys | None = None,
         integrity: Integrity = Integrity.OFF,
         rank_caches: Mapping[Rank, tuple[RankCache, list[Buffer]]] | None = None,
+        tells_stories: bool = False,
         **model: object,
     ) -> None:
         self.caches = make_instance(
@@ -77,6 +78,7 @@ class Rig:
                 allowed_peers=allowed_peers,
                 keys=keys,
                 integrity=integrity,
+                tells_stories=tells_stories,
             ),
             [cache for cache, _ in self.rank_caches.values()],
             transport_factory,

@@ -298,6 +298,7 @@ class EndpointConfig:
         keys: proofs of who talks over the side channel; None: nobody proves anything.
         integrity: how much of what this instance receives is compared with its source; what it
             sends is compared as its peers ask for.
+        tells_stories: whoever reaches the side channel may ask for the story of a transfer.
     """
 
     engine_id: EngineId
@@ -312,6 +313,7 @@ class EndpointConfig:
     allowed_peers: AllowList | None = None
     keys: ChannelKeys | None = None
     integrity: Integrity = Integrity.OFF
+    tells_stories: bool = False
 
 
 def side_channel_address(

@@ -10,7 +10,18 @@ from core.wire_strategies import wire
 from kvcourier.config import Limits
 from kvcourier.core import handshake, inquiry
 from kvcourier.core.handshake import HandshakeAccepted, HandshakeRefused
-from kvcourier.core.inquiry import About, Told, answer, inquire, read_told
+from kvcourier.core.inquiry import (
+    About,
+    StoryQuestion,
+    StoryTold,
+    Told,
+    answer,
+    ask_for_story,
+    inquire,
+    read_question,
+    read_story,
+    read_told,
+)
 from kvcourier.core.messages import PROTOCOL_VERSION
 from kvcourier.errors import HandshakeRejected, RemoteProtocolError
 
@@ -55,9 +66,38 @@ def test_whatever_is_told_is_read_or_refused(payload: object) -> None:
         assert 0 < len(str(error)) < 1000
 
 
+@given(wire(StoryTold) | st.binary())
+def test_whatever_a_rank_tells_is_read_or_refused(payload: object) -> None:
+    content = payload if isinstance(payload, bytes) else msgspec.msgpack.encode(payload)
+    try:
+        read_story(content, MAX_BYTES)
+    except RemoteProtocolError as error:
+        assert 0 < len(str(error)) < 1000
+
+
+@given(wire(StoryQuestion) | st.binary())
+def test_whatever_is_asked_is_a_question_or_not(payload: object) -> None:
+    content = payload if isinstance(payload, bytes) else msgspec.msgpack.encode(payload)
+    key = read_question(content)
+    assert key is None or 0 < len(key) <= 1024
+
+
+def test_a_question_of_another_version_is_none() -> None:
+    asked = StoryQuestion(PROTOCOL_VERSION + 1, "t")
+    assert read_question(msgspec.msgpack.encode(asked)) is None
+    assert read_question(ask_for_story("t")) == "t"
+
+
+def test_an_older_instance_is_one_that_tells_no_stories() -> None:
+    told = msgspec.msgpack.decode(answer(inquire(), OFFER, ABOUT))
+    del told["about"]["tells_stories"]
+    assert not read_told(msgspec.msgpack.encode(told), MAX_BYTES).about.tells_stories
+
+
 def test_too_much_is_not_even_read() -> None:
-    with pytest.raises(RemoteProtocolError, match="too long"):
-        read_told(b"x" * 11, 10)
+    for read in (read_told, read_story):
+        with pytest.raises(RemoteProtocolError, match="too long"):
+            read(b"x" * 11, 10)
 
 
 @given(st.binary())

@@ -69,6 +69,7 @@ from kvcourier.runtime.engine_link import (
     decode_call,
     new_token,
 )
+from kvcourier.story.accounts import read_entries
 from layout_builders import model_cache, one_group
 
 LIMITS = Limits()
@@ -221,6 +222,22 @@ def read_told(payload: bytes) -> bool:
     return True
 
 
+def read_story_told(payload: bytes) -> bool:
+    """What a rank tells of a transfer is refused, or is entries that can be shown."""
+    try:
+        told = inquiry.read_story(payload, LIMITS.max_message_bytes)
+    except RemoteProtocolError as error:
+        return _refused(error)
+    read_entries(list(told.entries))
+    return True
+
+
+def read_story_question(payload: bytes) -> bool:
+    """A question has a key that can be looked up, or it is none."""
+    key = inquiry.read_question(payload)
+    return key is not None and 0 < len(key) <= 1024
+
+
 _OURS = one_group(instance_geometries(model_cache(), 1))
 
 
@@ -350,6 +367,13 @@ PURE: Sequence[Target] = (
     ),
     Target("inquiry", [inquiry.inquire()], MSGPACK, read_inquiry),
     Target("told", [inquiry.answer(inquiry.inquire(), OFFER, ABOUT)], MSGPACK, read_told),
+    Target("story question", [inquiry.ask_for_story("t")], MSGPACK, read_story_question),
+    Target(
+        "story told",
+        [inquiry.tell_story(1.0, [{"at_unix_s": 1.0, "what": "sent", "bytes": 5}])],
+        MSGPACK,
+        read_story_told,
+    ),
     Target("kv_transfer_params", _json(HANDOFF, EARLY, HOLD), JSON, read_params),
     Target("engine calls", [msgspec.msgpack.encode(each) for each in CALLS], MSGPACK, read_call),
     Target("router: body", _json(*BODIES), JSON, read_router_body),

@@ -161,7 +161,7 @@ def test_a_trial_of_push_against_pull_says_what_it_knows(
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
     assert [(row["n"], row["failures"]) for row in found["rows"]] == [(4, 0), (4, 0)]
-    # vLLM tells no stories, so when prefill has ended is not known, and that is said.
+    # vLLM tells no stories over HTTP, so when prefill has ended is not known, and that is said.
     assert "the instances do not tell when prefill ended" in done.stdout
     assert found["decision"]["advice"] == "undecided: measure longer"
     assert "--mode=push" in done.stdout

@@ -3,7 +3,11 @@
 See `test_cpu_pair` for what it needs.
 """
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -57,9 +61,10 @@ def pair(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        telling = {"tell_stories": True, "kv_lease_duration": 4}
         servers = (
-            Vllm("p", "kv_producer", model, folder, extra={"kv_lease_duration": 4}),
-            Vllm("d", "kv_consumer", model, folder),
+            Vllm("p", "kv_producer", model, folder, extra=telling),
+            Vllm("d", "kv_consumer", model, folder, extra=telling),
         )
         with started(*servers):
             yield servers
@@ -118,3 +123,39 @@ def test_a_gauge_falls_back_on_an_engine_that_has_nothing_else_to_do(
     wait_until(lambda: prefill.metric("kvcourier:holds") == 0, ANSWER_S)
     assert prefill.metric("vllm:nixl_num_kv_expired_reqs_total") == 1
     assert decode.metric("kvcourier:operations_in_flight") == 0
+
+
+@pytest.mark.parametrize("mode", WITHIN)
+def test_one_transfer_is_told_by_router_and_both_instances(router: str, mode: str) -> None:
+    body = request_body(prompt_of(mode)[::-1])
+    answer = httpx.post(
+        f"{router}/v1/completions", json=body, headers={"X-KV-Mode": mode}, timeout=ANSWER_S
+    )
+    assert answer.status_code == 200, answer.text
+    told = story_of(answer.headers["X-KV-Transfer-Id"], f"--router={router}")
+    moments = [(each["who"], each["what"]) for each in told["moments"]]
+    assert ("router", "dispatched") in moments
+    for moment in (("P", "prefill_finished"), ("P", "sent"), ("D", "received")):
+        assert moment in moments
+    posted = ("D" if mode == "pull" else "P", "posted")
+    assert moments.index(posted) < moments.index(("D", "received"))
+    for each in told["asked"]:
+        assert each["clock_uncertainty_ms"] < 5000
+        # One machine: its processes' clocks differ by no more than what their looks leave open.
+        assert abs(each["clock_offset_ms"]) <= each["clock_uncertainty_ms"] + 5
+
+
+def story_of(key: str, *flags: str) -> dict[str, Any]:
+    """What `kvcourier story` says, once D and P have given all blocks back."""
+    told: dict[str, Any] = {}
+
+    def is_whole() -> bool:
+        command = [sys.executable, "-m", "kvcourier", "story", key, *flags, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
+        assert done.returncode == 0, done.stderr
+        told.update(json.loads(done.stdout))
+        released = {each["who"] for each in told["moments"] if each["what"] == "released"}
+        return released == {"P", "D"}
+
+    wait_until(is_whole, ANSWER_S)
+    return told

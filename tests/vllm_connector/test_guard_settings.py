@@ -3,7 +3,7 @@
 import pytest
 
 from kvcourier.errors import ConfigError
-from kvcourier.vllm_connector.settings import _allowed_peers, _path
+from kvcourier.vllm_connector.settings import _allowed_peers, _flag, _path
 
 
 def test_without_a_list_everybody_is_allowed_and_an_empty_one_allows_nobody():
@@ -31,3 +31,11 @@ def test_what_is_no_list_stops_the_start_by_name(entries):
 def test_what_is_no_path_stops_the_start_by_name(key, value):
     with pytest.raises(ConfigError, match=rf"^kv_connector_extra_config\.{key}: expected a path"):
         _path({key: value}, key)
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_whether_stories_are_told_follows_the_keys_unless_it_is_said(default):
+    assert _flag({}, "tell_stories", default) is default
+    assert _flag({"tell_stories": not default}, "tell_stories", default) is not default
+    with pytest.raises(ConfigError, match=r"tell_stories: expected true or false, found 'yes'"):
+        _flag({"tell_stories": "yes"}, "tell_stories", default)

@@ -51,17 +51,32 @@ def story(
         Path | None,
         typer.Option(metavar="FILE", help="The key to show to instances, the first line."),
     ] = None,
+    engine_id: Annotated[
+        str, typer.Option(help="As whom this command speaks on side channels.")
+    ] = "kvcourier-story",
+    side_channel_key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Its secret key there, as for kvcourier serve."),
+    ] = None,
+    side_channel_peer_keys: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Public keys of the instances."),
+    ] = None,
     config: ConfigFile = None,
 ) -> None:
     """Tell what happened to one transfer, as the router, P and D saw it.
 
-    Everybody named is asked. Without --prefill and --decode these are the instances that the
+    Everybody named is asked: routers and instances of kvcourier serve at their HTTP address, vLLM
+    with our connector at its side channel, which is named as kv://ENGINE_ID@HOST:PORT or known to
+    the router. Without --prefill and --decode these are the instances that the
     routers know; without any flag the router on this machine is asked.
 
     \b
       kvcourier story 5f1c8e02c2c64c9b
       kvcourier story 5f1c8e02c2c64c9b --router http://router:8192
       kvcourier story 5f1c8e02c2c64c9b --prefill http://p0:8100 --decode http://d0:8200 --json
+      kvcourier story 5f1c8e02c2c64c9b --prefill kv://p0@10.0.0.1:5600 \\
+                                       --decode kv://d0@10.0.0.2:5600
 
     Times are milliseconds since the first thing that happened. Processes on several machines have
     clocks of their own: each is compared with this machine's by the round trip of the questions,
@@ -73,10 +88,13 @@ def story(
     """
     from rich.console import Console
 
+    from kvcourier.ids import EngineId
     from kvcourier.router.config import DEFAULT_ROUTER_PORT
+    from kvcourier.runtime.channel_keys import read_keys
     from kvcourier.story.accounts import Part
-    from kvcourier.story.ask import Place, check_url, tell
+    from kvcourier.story.ask import read_place, tell
     from kvcourier.story.show import show_asked, show_moments, unknown
+    from kvcourier.story.side_channel import Keys
 
     if not 0 < len(key) <= _LONGEST_KEY or not key.isprintable():
         raise ConfigError(f"TRANSFER_ID: expected 1 to {_LONGEST_KEY} printable characters")
@@ -87,7 +105,7 @@ def story(
         router_key if instance_api_key_file is None else read_api_keys(instance_api_key_file)[0]
     )
     places = [
-        Place(part, check_url(url, f"--{flag}"), api_key)
+        read_place(part, url, f"--{flag}", api_key)
         for part, flag, urls, api_key in (
             (Part.ROUTER, "router", router, router_key),
             (Part.PREFILL, "prefill", prefill, instance_key),
@@ -95,7 +113,9 @@ def story(
         )
         for url in urls or ()
     ]
-    timeline = asyncio.run(tell(key, places, instance_key, timeout))
+    own_id = EngineId(engine_id)
+    keys = Keys(own_id, read_keys(side_channel_key, side_channel_peer_keys, own_id))
+    timeline = asyncio.run(tell(key, places, instance_key, timeout, keys))
     if as_json:
         print(json.dumps(timeline.as_dict(), indent=2))
     elif timeline.moments:

@@ -41,6 +41,7 @@ def about(config: EndpointConfig, environment: Mapping[str, str] | None = None) 
         timing=dataclasses.asdict(config.timing),
         staging={name: str(value) for name, value in dataclasses.asdict(staging).items()},
         allows_all_peers=config.allowed_peers is None,
+        tells_stories=config.tells_stories,
     )
 
 

@@ -76,6 +76,7 @@ from kvcourier.runtime.metrics import CourierObserver
 from kvcourier.runtime.packed_receiver import PackedReceiver
 from kvcourier.runtime.packed_sender import PackedSender
 from kvcourier.runtime.postings import Postings
+from kvcourier.runtime.questions import Questions
 from kvcourier.runtime.side_channel import Channel
 from kvcourier.runtime.staging import StagingPair
 from kvcourier.transport.interface import Transport
@@ -101,6 +102,7 @@ class Courier:
         on_report: called on the courier's thread with each report.
         on_death: called on the courier's thread when it ends by an error, kept in `error`.
         engine_token: proves calls of a scheduler in another process; see `engine_link`.
+        tells_stories: whoever asks on the side channel is told a transfer's story.
         takes_digests: what digests need is made at once, and not with the first of them.
     """
 
@@ -119,6 +121,7 @@ class Courier:
         on_report: Callable[[Report], None],
         on_death: Callable[[], None],
         engine_token: EngineToken | None = None,
+        tells_stories: bool = False,
         takes_digests: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -171,6 +174,7 @@ class Courier:
         )
         self._digests = DigestTaker(cache, clock, is_expected=takes_digests)
         self._attention = Attention(config)
+        self._questions = Questions(tells_stories, self.story, self._now_unix_s, channel.reply)
         self._stopping = False
         self._thread = threading.Thread(
             target=self._run, name=f"kv-courier-{cache.rank}", daemon=True
@@ -257,6 +261,9 @@ class Courier:
             for entry in self.endpoint.story(key) or ()
         ]
 
+    def _now_unix_s(self) -> float:
+        return self._clock() + self._unix_offset_s
+
     def next_deadline(self) -> float | None:
         """When `step` is due at the latest, on the courier's clock; None if nothing waits for
         time. What comes in, or ends, is due at once."""
@@ -275,6 +282,7 @@ class Courier:
                     self._look()
                 if not self._is_streaming:
                     self._count()
+                self._questions.answer_one()
             self._take_in()
             self._handle(EndpointClosing())
         except BaseException as error:
@@ -293,6 +301,7 @@ class Courier:
         self._take_in()
         self._look()
         self._count()
+        self._questions.answer_one()
 
     def _take_in(self) -> None:
         """Take what wakes us: calls of our engine, messages, deadlines, and what a GPU has done."""
@@ -347,7 +356,7 @@ class Courier:
 
     def _patience(self) -> float:
         """How long to sleep: until the next look or deadline, whichever comes first."""
-        if self._calls.has_new:
+        if self._calls.has_new or self._questions:
             return 0.0
         now = self._clock()
         until = self._next_look()
@@ -437,8 +446,8 @@ class Courier:
     # What comes in.
 
     def _on_payload(self, identity: bytes, payload: bytes) -> None:
-        """What a socket has got: a call of our engine, or a peer's message."""
-        if self._on_engine_call(payload):
+        """What a socket has got: a call of our engine, a question, or a peer's message."""
+        if self._on_engine_call(payload) or self._questions.take(identity, payload):
             return
         message = self._incoming.from_socket(identity, payload)
         if message is not None:

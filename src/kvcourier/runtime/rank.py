@@ -79,6 +79,7 @@ def open_rank(
         on_report=on_report,
         on_death=on_death,
         engine_token=engine_token,
+        tells_stories=config.tells_stories,
         takes_digests=config.integrity is not Integrity.OFF,
         clock=surroundings.clock,
     )

@@ -154,6 +154,9 @@ class Channel(Protocol):
     def send(self, peer: PeerRank, payload: bytes) -> bool:
         """Send; False if there is no way. True promises nothing."""
 
+    def reply(self, identity: bytes, payload: bytes) -> None:
+        """Send back to a socket that a message came from; it may be gone, or not read."""
+
     def ask(self, address: InstanceAddress, payload: bytes) -> None:
         """Send a handshake request. Raises RemoteProtocolError for a host that is none."""
 
@@ -321,6 +324,13 @@ class SideChannel:
         except zmq.ZMQError:
             return False
         return True
+
+    def reply(self, identity: bytes, payload: bytes) -> None:
+        """Send back to a socket that a message came from; it may be gone, or not read."""
+        if self._keys is not None:
+            identity = identity[: identity.rindex(_KEY)]
+        with contextlib.suppress(zmq.ZMQError):
+            self._inbox.send_multipart([identity, payload], zmq.DONTWAIT)
 
     def ask(self, address: InstanceAddress, payload: bytes) -> None:
         """Send a handshake request, once it is known that an instance of kvcourier listens there.

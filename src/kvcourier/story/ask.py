@@ -1,4 +1,5 @@
-"""Asking processes for their story of a transfer, over HTTP.
+"""Asking processes for their story of a transfer, over HTTP; and vLLM, which has none there, over
+its side channel.
 
 Decides how often a clock is looked at, how much of an answer is read, and what each kind of answer
 means. Refuses to know what the stories say.
@@ -17,6 +18,7 @@ import httpx
 
 from kvcourier.api_keys import bearer
 from kvcourier.errors import ConfigError, clip
+from kvcourier.ids import EngineId, InstanceAddress
 from kvcourier.runtime.diary import CLOCK_HEADER
 from kvcourier.story.accounts import (
     Account,
@@ -30,6 +32,7 @@ from kvcourier.story.accounts import (
     read_entries,
     transfer_id,
 )
+from kvcourier.story.side_channel import SCHEME, Keys, ask_ranks, read_address
 from kvcourier.story.timeline import Timeline, make_timeline
 
 LOOKS = 10
@@ -37,15 +40,38 @@ LOOKS = 10
 
 _MAX_ANSWER_BYTES = 4 << 20
 _MAX_INSTANCES = 1024
+_NO_KEYS = Keys()
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Somebody to ask. `api_key` opens its API, if it has one."""
+    """Somebody to ask.
+
+    Attributes:
+        url: of its API, or kv://... of its side channel alone.
+        api_key: opens its API, if it has one.
+        channel: its side channel, which is asked if its API keeps no stories.
+    """
 
     part: Part
     url: str
     api_key: str | None = field(default=None, repr=False)
+    channel: InstanceAddress | None = None
+
+
+class KeepsNone(Unanswered):
+    """Nothing keeps stories at this address."""
+
+
+def read_place(part: Part, url: str, flag: str, api_key: str | None) -> Place:
+    """Somebody named by a flag.
+
+    Raises:
+        ConfigError: it is no address.
+    """
+    if url.startswith(f"{SCHEME}://") and part is not Part.ROUTER:
+        return Place(part, url, channel=read_address(url, flag))
+    return Place(part, check_url(url, flag), api_key)
 
 
 def check_url(url: str, flag: str) -> str:
@@ -65,7 +91,11 @@ def check_url(url: str, flag: str) -> str:
 
 
 async def tell(
-    key: str, places: Sequence[Place], instance_key: str | None, timeout_s: float
+    key: str,
+    places: Sequence[Place],
+    instance_key: str | None,
+    timeout_s: float,
+    keys: Keys = _NO_KEYS,
 ) -> Timeline:
     """Ask everybody for a story; where only routers are named, the instances behind them too.
 
@@ -84,13 +114,17 @@ async def tell(
     # Two routers may stand before one instance.
     unique = list(dict.fromkeys(instances))
     told = transfer_id(asked)
-    return make_timeline(key, [*asked, *await ask_all(told or key, unique, timeout_s)])
+    return make_timeline(key, [*asked, *await ask_all(told or key, unique, timeout_s, keys)])
 
 
-async def ask_all(key: str, places: Sequence[Place], timeout_s: float) -> list[Asked]:
-    """Ask everybody at once; each answers, or is said not to, within so many seconds."""
+async def ask_all(
+    key: str, places: Sequence[Place], timeout_s: float, keys: Keys = _NO_KEYS
+) -> list[Asked]:
+    """Ask everybody at once; each answers, or is said not to, within so many seconds, and twice as
+    many if its API and its side channel are asked."""
     async with _client(timeout_s) as client:
-        return list(await asyncio.gather(*(_ask(client, key, p, timeout_s) for p in places)))
+        found = await asyncio.gather(*(_ask(client, key, p, timeout_s, keys) for p in places))
+    return [each for asked in found for each in asked]
 
 
 async def find_instances(router: Place, instance_key: str | None, timeout_s: float) -> list[Place]:
@@ -109,7 +143,8 @@ async def find_instances(router: Place, instance_key: str | None, timeout_s: flo
         for each in (listed if isinstance(listed, list) else [])[:_MAX_INSTANCES]:
             url = each.get("url") if isinstance(each, dict) else None
             if isinstance(url, str):
-                places.append(Place(part, _told_url(url), instance_key))
+                channel = _told_channel(each.get("coordinates"))
+                places.append(Place(part, _told_url(url), instance_key, channel))
     return places
 
 
@@ -120,7 +155,32 @@ def _told_url(url: str) -> str:
         raise Unanswered(f"names an instance by no address: {clip(str(error))}") from None
 
 
-async def _ask(client: httpx.AsyncClient, key: str, place: Place, timeout_s: float) -> Asked:
+def _told_channel(told: object) -> InstanceAddress | None:
+    """Where a router says that an instance's side channel is, if it knows."""
+    if not isinstance(told, dict):
+        return None
+    name, host, port = (told.get(key) for key in ("engine_id", "host", "port"))
+    if not isinstance(name, str) or not isinstance(host, str) or not isinstance(port, int):
+        return None
+    return InstanceAddress(EngineId(plain(name)), plain(host), port)
+
+
+async def _ask(
+    client: httpx.AsyncClient, key: str, place: Place, timeout_s: float, keys: Keys
+) -> list[Asked]:
+    try:
+        if not place.url.startswith(f"{SCHEME}://"):
+            return [await _ask_api(client, key, place, timeout_s)]
+    except KeepsNone as error:
+        if place.channel is None:
+            return [Asked(place.part, place.url, problem=str(error))]
+    assert place.channel is not None, "a place has an API or a side channel"
+    return await asyncio.to_thread(
+        ask_ranks, place.part, place.channel, key, keys, LOOKS, timeout_s
+    )
+
+
+async def _ask_api(client: httpx.AsyncClient, key: str, place: Place, timeout_s: float) -> Asked:
     path = f"/kvcourier/story/{quote(key, safe='')}"
     readings = []
     try:
@@ -130,6 +190,8 @@ async def _ask(client: httpx.AsyncClient, key: str, place: Place, timeout_s: flo
                 if answer.reading is not None:
                     readings.append(answer.reading)
             entries = read_entries(_json(answer))
+    except KeepsNone:
+        raise
     except Unanswered as error:
         return Asked(place.part, place.url, problem=str(error))
     account = Account(place.part, place.url, entries, compare_clocks(readings))
@@ -155,7 +217,7 @@ async def _get(client: httpx.AsyncClient, place: Place, path: str) -> _Answer:
             if len(content) > _MAX_ANSWER_BYTES:
                 raise Unanswered(f"answered with more than {_MAX_ANSWER_BYTES} bytes")
     if response.status_code != 200:
-        raise Unanswered(_refusal(response))
+        raise _refusal(response)
     clock_s = _clock_of(response)
     if clock_s is None:
         return _Answer(bytes(content), None)
@@ -195,13 +257,16 @@ def _json(answer: _Answer) -> Any:
         raise Unanswered("answered with something that is not JSON") from None
 
 
-def _refusal(response: httpx.Response) -> str:
+def _refusal(response: httpx.Response) -> Unanswered:
     match response.status_code:
         case 404 if CLOCK_HEADER in response.headers:
-            return "does not know it, or has forgotten it"
+            return Unanswered("does not know it, or has forgotten it")
         case 404:
-            return "keeps no stories at this address (an older version, or vLLM)"
+            return KeepsNone(
+                "keeps no stories at this address (an older version; or vLLM, whose side channel "
+                "is asked: name it as kv://ENGINE_ID@HOST:PORT, or tell it to the router)"
+            )
         case 401 | 403:
-            return f"wants an API key (answered {response.status_code})"
+            return Unanswered(f"wants an API key (answered {response.status_code})")
         case status:
-            return f"answered {status}"
+            return Unanswered(f"answered {status}")

@@ -73,6 +73,7 @@ _KNOWN_KEYS = frozenset(
         "side_channel_key",
         "side_channel_peer_keys",
         "log_stories",
+        "tell_stories",
     }
 )
 
@@ -129,6 +130,11 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
         raise ConfigError("kv_transfer_config: expected one with an engine_id, found none")
     _refuse_unsupported(vllm_config)
     extra: Mapping[str, Any] = transfer.kv_connector_extra_config or {}
+    keys = read_keys(
+        _path(extra, "side_channel_key"),
+        _path(extra, "side_channel_peer_keys"),
+        EngineId(transfer.engine_id),
+    )
     for key in sorted(extra.keys() - _KNOWN_KEYS):
         _log.warning(
             "kv_connector_extra_config.%s is not a key of CourierConnector and has no effect; "
@@ -161,11 +167,8 @@ def read_settings(vllm_config: "VllmConfig") -> ConnectorSettings:
             side_channel_host=host,
             side_channel_port=port,
             allowed_peers=_allowed_peers(extra),
-            keys=read_keys(
-                _path(extra, "side_channel_key"),
-                _path(extra, "side_channel_peer_keys"),
-                EngineId(transfer.engine_id),
-            ),
+            keys=keys,
+            tells_stories=_flag(extra, "tell_stories", keys is not None),
             integrity=_choice(extra, "kv_integrity", Integrity.OFF),
             timing=timing,
             courier=CourierConfig(
@@ -258,6 +261,15 @@ def _path(extra: Mapping[str, Any], key: str) -> Path | None:
     if value is not None and not _is_text(value):
         raise ConfigError(f"kv_connector_extra_config.{key}: expected a path, found {value!r}")
     return None if value is None else Path(value)
+
+
+def _flag(extra: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = extra.get(key, default)
+    if not isinstance(value, bool):
+        raise ConfigError(
+            f"kv_connector_extra_config.{key}: expected true or false, found {value!r}"
+        )
+    return value
 
 
 def _choice(extra: Mapping[str, Any], key: str, default: E) -> E:
