@@ -234,7 +234,7 @@ def answer(payload: bytes, offer: Offer) -> bytes:
     """
     version = _version(payload)
     if version != PROTOCOL_VERSION:
-        return _refuse([f"protocol_version: {PROTOCOL_VERSION} here, {version} there"])
+        return refuse([f"protocol_version: {PROTOCOL_VERSION} here, {version} there"])
     try:
         asked = _request_decoder.decode(payload)
     except _UNREADABLE as error:
@@ -246,8 +246,13 @@ def answer(payload: bytes, offer: Offer) -> bytes:
         served = ", ".join(sorted(offer.modes))
         reasons.append(f"mode: {served} here, {asked.mode} asked for")
     if reasons:
-        return _refuse(reasons)
+        return refuse(reasons)
     return _encoder.encode(HandshakeAccepted(PROTOCOL_VERSION, offer))
+
+
+def refuse(reasons: list[str]) -> bytes:
+    """The bytes that refuse a request, for these reasons."""
+    return _encoder.encode(HandshakeRefused(PROTOCOL_VERSION, reasons))
 
 
 def read_answer(payload: bytes, engine_id: EngineId, facts: Facts, limits: Limits) -> PeerInstance:
@@ -415,7 +420,3 @@ def _version(payload: bytes) -> int:
         return _header_decoder.decode(payload).protocol_version
     except _UNREADABLE as error:
         raise RemoteProtocolError(f"no kvcourier handshake: {clip(str(error))}") from None
-
-
-def _refuse(reasons: list[str]) -> bytes:
-    return _encoder.encode(HandshakeRefused(PROTOCOL_VERSION, reasons))

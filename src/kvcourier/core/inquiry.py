@@ -1,12 +1,17 @@
-"""What an instance tells of itself to somebody who wants no KV: an operator, by `kvcourier doctor`.
+"""What an instance tells to somebody who wants no KV: an operator, by `kvcourier doctor`, or a
+router that has not been told where the KV of a turn is kept.
 
-Decides what can be asked beside handshakes and how it is answered: an instance about itself, and
-each of its ranks for the story of a transfer (`kvcourier story`). Refuses to know sockets, and
-where the values come from (`runtime/about.py`, `runtime/questions.py`). Instances do not ask each
-other this.
+Decides what can be asked beside handshakes and how it is answered: an instance about itself and
+about a turn that it keeps, and each of its ranks for the story of a transfer (`kvcourier story`).
+Refuses to know sockets, and where the values come from (`runtime/about.py`, `runtime/questions.py`,
+`vllm_connector/turns.py`). Instances do not ask each other this.
+
+A new question is a `Question` and a struct for its answer. An instance answers those that it has a
+function for.
 """
 
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -25,6 +30,8 @@ Detail = bool | int | float | Annotated[str, msgspec.Meta(max_length=_MAX_DETAIL
 Entry = Annotated[dict[Text, Detail], msgspec.Meta(max_length=64)]
 _MAX_STORY = 1024
 _QUESTION = "story_question"
+_MAX_STATE = 1 << 20
+_StateJson = Annotated[str, msgspec.Meta(max_length=_MAX_STATE)]
 _Numbers = Annotated[dict[Text, float], msgspec.Meta(max_length=_MAX_ENTRIES)]
 
 
@@ -57,10 +64,14 @@ class About(msgspec.Struct, frozen=True):
     tells_stories: bool = False
 
 
-class Inquiry(msgspec.Struct, frozen=True, tag="inquiry"):
-    """Asks whoever listens for its offer and its settings."""
+class Question(msgspec.Struct, frozen=True):
+    """Base of all that whoever listens can be asked."""
 
     protocol_version: int
+
+
+class Inquiry(Question, frozen=True, tag="inquiry"):
+    """Asks for its offer and its settings."""
 
 
 class Told(msgspec.Struct, frozen=True, tag="told"):
@@ -71,10 +82,9 @@ class Told(msgspec.Struct, frozen=True, tag="told"):
     about: About
 
 
-class StoryQuestion(msgspec.Struct, frozen=True, tag=_QUESTION):
+class StoryQuestion(Question, frozen=True, tag=_QUESTION):
     """Asks a rank for the story of a transfer, by request id or transfer id."""
 
-    protocol_version: int
     key: Key
 
 
@@ -90,11 +100,37 @@ class StoryTold(msgspec.Struct, frozen=True, tag="story_told"):
     entries: Annotated[list[Entry], msgspec.Meta(max_length=_MAX_STORY)]
 
 
+class HistoryQuestion(Question, frozen=True, tag="history_question"):
+    """Asks what is kept of the turn that was one part of this dispatch."""
+
+    transfer_id: Text
+    part: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
+
+
+class HistoryTold(msgspec.Struct, frozen=True, tag="history_told"):
+    """The answer: the `kv_transfer_params` that an answer tells of it, as JSON; None: nothing."""
+
+    protocol_version: int
+    state: _StateJson | None
+
+
+Answerers = Mapping[type[Question], Callable[[Any], msgspec.Struct]]
+"""What an instance says to questions beside an `Inquiry`, which everyone answers."""
+
+T = TypeVar("T")
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()
-_inquiry_decoder = msgspec.msgpack.Decoder(Inquiry)
-_question_decoder = msgspec.msgpack.Decoder(StoryQuestion)
-_story_decoder = msgspec.msgpack.Decoder(StoryTold)
+_question_decoder: msgspec.msgpack.Decoder[Inquiry | HistoryQuestion] = msgspec.msgpack.Decoder(
+    Inquiry | HistoryQuestion
+)
+_story_question_decoder = msgspec.msgpack.Decoder(StoryQuestion)
+_story_decoder: msgspec.msgpack.Decoder[StoryTold | handshake.HandshakeRefused] = (
+    msgspec.msgpack.Decoder(StoryTold)
+)
 _TAG_WITHIN = 32
+_history_decoder: msgspec.msgpack.Decoder[HistoryTold | handshake.HandshakeRefused] = (
+    msgspec.msgpack.Decoder(HistoryTold | handshake.HandshakeRefused)
+)
 _told_decoder: msgspec.msgpack.Decoder[Told | handshake.HandshakeRefused] = msgspec.msgpack.Decoder(
     Told | handshake.HandshakeRefused
 )
@@ -105,37 +141,67 @@ def inquire() -> bytes:
     return _encoder.encode(Inquiry(PROTOCOL_VERSION))
 
 
-def answer(payload: bytes, offer: Offer, about: About) -> bytes:
-    """The bytes that answer an inquiry or a handshake request.
+def ask_for_history(transfer_id: str, part: int = 0) -> bytes:
+    """The bytes that ask an instance what it keeps of a turn."""
+    return _encoder.encode(HistoryQuestion(PROTOCOL_VERSION, transfer_id, part))
+
+
+def answer(payload: bytes, offer: Offer, about: About, answerers: Answerers | None = None) -> bytes:
+    """The bytes that answer a question or a handshake request.
 
     Raises:
         RemoteProtocolError: it is neither; drop it.
     """
     try:
-        version = _inquiry_decoder.decode(payload).protocol_version
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        version = None
-    if version == PROTOCOL_VERSION:
+        question = _question_decoder.decode(payload)
+    except _UNREADABLE:
+        return handshake.answer(payload, offer)
+    if question.protocol_version != PROTOCOL_VERSION:
+        # Another version's question is refused in the same words as its handshake.
+        return handshake.answer(payload, offer)
+    if isinstance(question, Inquiry):
         return _encoder.encode(Told(PROTOCOL_VERSION, offer, about))
-    # Another version's inquiry is refused in the same words as its handshake.
-    return handshake.answer(payload, offer)
+    answerer = (answerers or {}).get(type(question))
+    if answerer is None:
+        return handshake.refuse([f"{type(question).__name__}: not answered by this instance"])
+    return _encoder.encode(answerer(question))
+
+
+def tell_history(state: str | None) -> HistoryTold:
+    """The answer to a `HistoryQuestion`; a state that is too long is none."""
+    is_told = state is not None and len(state) <= _MAX_STATE
+    return HistoryTold(PROTOCOL_VERSION, state if is_told else None)
 
 
 def read_told(payload: bytes, max_bytes: int) -> Told:
-    """Check an answer.
+    """Check the answer to an inquiry.
 
     Raises:
         HandshakeRejected: refused, which another protocol version is.
         RemoteProtocolError: the bytes are malformed.
     """
+    return _read(_told_decoder, payload, max_bytes)
+
+
+def read_history(payload: bytes, max_bytes: int) -> str | None:
+    """Check the answer to a question for a history, and return its state; raises likewise."""
+    return _read(_history_decoder, payload, max_bytes).state
+
+
+def _read(
+    decoder: "msgspec.msgpack.Decoder[T | handshake.HandshakeRefused]",
+    payload: bytes,
+    max_bytes: int,
+) -> T:
     if len(payload) > max_bytes:
         raise RemoteProtocolError(f"answer of {len(payload)} bytes is too long")
     try:
-        told = _told_decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        told = decoder.decode(payload)
+    except _UNREADABLE as error:
         raise RemoteProtocolError(f"malformed answer: {clip(str(error))}") from None
     if isinstance(told, handshake.HandshakeRefused):
-        raise HandshakeRejected([clip(reason) for reason in told.reasons[:64]] or ["no reason"])
+        said = [clip(reason) for reason in told.reasons[:64] if reason]
+        raise HandshakeRejected(said or ["refused without a reason"])
     return told
 
 
@@ -149,8 +215,8 @@ def read_question(payload: bytes) -> str | None:
     if payload.find(_QUESTION.encode(), 0, _TAG_WITHIN) < 0:
         return None
     try:
-        question = _question_decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        question = _story_question_decoder.decode(payload)
+    except _UNREADABLE:
         return None
     return question.key if question.protocol_version == PROTOCOL_VERSION else None
 
@@ -175,9 +241,4 @@ def read_story(payload: bytes, max_bytes: int) -> StoryTold:
     Raises:
         RemoteProtocolError: the bytes are malformed, or too many.
     """
-    if len(payload) > max_bytes:
-        raise RemoteProtocolError(f"answer of {len(payload)} bytes is too long")
-    try:
-        return _story_decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"malformed answer: {clip(str(error))}") from None
+    return _read(_story_decoder, payload, max_bytes)

@@ -9,8 +9,8 @@ one rank) with what comes to it by `engine_calls`, `incoming` (peers' messages) 
 `side_channel` (ZMQ), `contacts` (connected peers), `mapping_cache` (from a post command
 to descriptors), `rank` (one rank's parts, put together), `endpoint` (all ranks of an instance in
 one process), `requests` (from reports of ranks to reports of the instance), `engine_link` (an
-engine whose scheduler is another process), `questions` and `asking` (what operators ask on the
-side channel, at either end), `metrics`, `surroundings` (clock, sockets and threads, which a
+engine whose scheduler is another process), `questions` and `asking` (what operators and routers ask
+on the side channel, at either end), `metrics`, `surroundings` (clock, sockets and threads, which a
 simulator replaces).
 
 Common changes: a new command of the core is a case in `courier`; a new call of engines goes through

@@ -1,4 +1,4 @@
-"""Asking side channels as an operator, who is nobody's peer.
+"""Asking side channels as an operator or a router, who are nobody's peers.
 
 Decides how long is waited and how a failure is put into words. Who does not run our courier is not
 asked: the side channel sees to that (`greeting`).
@@ -6,15 +6,18 @@ asked: the side channel sees to that (`greeting`).
 
 import time
 import uuid
+from collections.abc import Callable
 from types import TracebackType
+from typing import TypeVar
 
 from kvcourier.config import ChannelKeys, Limits
 from kvcourier.core import inquiry
 from kvcourier.core.inquiry import StoryTold, Told
 from kvcourier.errors import HandshakeRejected, KVCourierError, RemoteProtocolError
-from kvcourier.ids import EngineId, Incarnation, InstanceAddress, PeerRank, Rank
+from kvcourier.ids import EngineId, Incarnation, InstanceAddress, PeerRank, Rank, TransferId
 from kvcourier.runtime.side_channel import SideChannel
 
+T = TypeVar("T")
 _LONGEST_WAIT_S = 0.1
 
 
@@ -62,11 +65,24 @@ class Asker:
         Raises:
             NoAnswer: nobody does, or lets us in, or understands.
         """
+        return self._ask(address, inquiry.inquire(), inquiry.read_told)
+
+    def history(
+        self, address: InstanceAddress, transfer_id: TransferId, part: int = 0
+    ) -> str | None:
+        """The state of the turn that was this dispatch, as JSON; None if it is not kept.
+
+        Raises:
+            NoAnswer: likewise.
+        """
+        return self._ask(address, inquiry.ask_for_history(transfer_id, part), inquiry.read_history)
+
+    def _ask(self, address: InstanceAddress, question: bytes, read: Callable[[bytes, int], T]) -> T:
         try:
-            self._channel.ask(address, inquiry.inquire())
+            self._channel.ask(address, question)
             while True:
                 for _, payload in self._channel.answers():
-                    return inquiry.read_told(payload, self._max_bytes)
+                    return read(payload, self._max_bytes)
                 for _, why in self._channel.refusals():
                     raise NoAnswer(why)
                 self._wait()
