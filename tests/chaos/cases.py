@@ -29,7 +29,7 @@ PROMPT_TOKENS = 600
 LONG = 400
 SEIZED_S = 2.0
 SILENCE_S = 1.0
-SEEN_S = 20.0
+SEEN_S = 60.0
 _ENDS = (
     *("delivery_failed", "receive_failed", "send_failed"),
     *("quarantined", "released", "wanter_silent"),

@@ -198,70 +198,92 @@ def test_without_a_conversation_nothing_is_kept(talking: Cluster, single: Engine
     assert talking.decode.metric("kvcourier:histories_kept_total") == before
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_kept_for_its_time_and_no_longer(tmp_path: Path, single: Engine, mode: str) -> None:
+@pytest.fixture(scope="module")
+def forgetful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """D keeps an answer for a moment only."""
     flags = {**FLAGS, "decode": ("--bidirectional-kv-xfer", "--decoder-kv-blocks-ttl=0.3")}
-    with running_cluster(tmp_path, flags_by_role=flags) as short:
-        prefill, decode = short.prefill, short.decode
-        talk = Conversation(short.router, single, "late", mode, streams=False)
-        talk.turn()
-        until(lambda: decode.metric("kvcourier_histories_expired_total") == 1, "it is kept")
-        short.wait_idle()
-        # The router has forgotten it as well.
-        talk.turn()
-        assert short.router.metric("kvcourier_router_turns_total", state="none") == 2
-        # One that has not is refused by D.
-        state = ask_decode_alone(short, talk.said, mode)
-        until(lambda: decode.metric("kvcourier:histories") == 0, "it is kept")
-        prompt = talk.next_prompt()
-        params = by_hand(state, mode, "late-by-hand")
-        body = body_of(prompt, 1, kv_transfer_params=params)
-        answer = prefill.post(body).json()
-        expected = generate(single, [prompt], max_tokens=1)
-        assert [answer["choices"][0]["token_ids"]] == expected
-        assert misses(prefill) == {"not_held": 1}
-        assert fetched(prefill) == 0
-        assert (
-            decode.metric("kvcourier_stale_refused_total")
-            + decode.metric("kvcourier_registrations_refused_total")
-            + prefill.metric("kvcourier_stale_refused_total")
-            > 0
-        )
+    with running_cluster(tmp_path_factory.mktemp("forgetful"), flags_by_role=flags) as cluster:
+        yield cluster
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_between_caches_of_other_shapes_that_are_compared(
-    tmp_path: Path, single: Engine, mode: str
-) -> None:
+def test_kept_for_its_time_and_no_longer(forgetful: Cluster, single: Engine, mode: str) -> None:
+    router, prefill, decode = forgetful.router, forgetful.prefill, forgetful.decode
+    expired = decode.metric("kvcourier_histories_expired_total")
+    fresh = router.metric("kvcourier_router_turns_total", state="none")
+    missed, refused = misses(prefill).get("not_held", 0), stale(forgetful)
+    talk = Conversation(router, single, f"late-{mode}", mode, streams=False)
+    talk.turn()
+    until(lambda: decode.metric("kvcourier_histories_expired_total") == expired + 1, "it is kept")
+    forgetful.wait_idle()
+    # The router has forgotten it as well.
+    talk.turn()
+    assert router.metric("kvcourier_router_turns_total", state="none") == fresh + 2
+    # One that has not is refused by D.
+    state = ask_decode_alone(forgetful, talk.said, mode)
+    until(lambda: decode.metric("kvcourier:histories") == 0, "it is kept")
+    prompt = talk.next_prompt()
+    params = by_hand(state, mode, f"late-by-hand-{mode}")
+    body = body_of(prompt, 1, kv_transfer_params=params)
+    answer = prefill.post(body).json()
+    expected = generate(single, [prompt], max_tokens=1)
+    assert [answer["choices"][0]["token_ids"]] == expected
+    assert misses(prefill) == {"not_held": missed + 1}
+    assert fetched(prefill) == 0
+    assert stale(forgetful) > refused
+
+
+def stale(cluster: Cluster) -> float:
+    """References that one side has refused the other because what they name is gone."""
+    return (
+        cluster.decode.metric("kvcourier_stale_refused_total")
+        + cluster.decode.metric("kvcourier_registrations_refused_total")
+        + cluster.prefill.metric("kvcourier_stale_refused_total")
+    )
+
+
+@pytest.fixture(scope="module")
+def shaped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two caches of other shapes, and everything that is moved is compared."""
     flags = {
         "prefill": (*FLAGS["prefill"], "--tp-size=2", "--block-size=32", "--kv-integrity=all"),
         "decode": (*FLAGS["decode"], "--pp-size=2", "--kv-layout=HND", "--kv-integrity=all"),
     }
-    with running_cluster(tmp_path, flags_by_role=flags) as shaped:
-        talk = Conversation(shaped.router, single, "shaped", mode)
-        for _ in range(3):
-            talk.turn()
-        assert fetched(shaped.prefill) == 2
-        assert shaped.prefill.metric("kvcourier_integrity_checks_total") > 0
-        assert shaped.prefill.metric("kvcourier_integrity_failures_total") == 0
-        assert misses(shaped.prefill) == {}
+    with running_cluster(tmp_path_factory.mktemp("shaped"), flags_by_role=flags) as cluster:
+        yield cluster
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_decode_instance_is_started_anew(tmp_path: Path, single: Engine, mode: str) -> None:
-    with running_cluster(tmp_path, flags_by_role=FLAGS) as cluster:
-        talk = Conversation(cluster.router, single, "anew", mode)
+def test_between_caches_of_other_shapes_that_are_compared(
+    shaped: Cluster, single: Engine, mode: str
+) -> None:
+    before = fetched(shaped.prefill)
+    checks = shaped.prefill.metric("kvcourier_integrity_checks_total")
+    talk = Conversation(shaped.router, single, f"shaped-{mode}", mode)
+    for _ in range(3):
         talk.turn()
-        talk.turn()
-        assert fetched(cluster.prefill) == 1
-        cluster.decode.child.process.kill()
-        cluster.decode.wait_end()
-        cluster.decode.start()
-        cluster.decode.wait_ready()
-        talk.turn()
-        assert misses(cluster.prefill) == {"restarted": 1}
-        talk.turn()
-        assert fetched(cluster.prefill) == 2
+    assert fetched(shaped.prefill) == before + 2
+    assert shaped.prefill.metric("kvcourier_integrity_checks_total") > checks
+    assert shaped.prefill.metric("kvcourier_integrity_failures_total") == 0
+    assert misses(shaped.prefill) == {}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_decode_instance_is_started_anew(talking: Cluster, single: Engine, mode: str) -> None:
+    prefill, decode = talking.prefill, talking.decode
+    before, restarted = fetched(prefill), misses(prefill).get("restarted", 0)
+    talk = Conversation(talking.router, single, f"anew-{mode}", mode)
+    talk.turn()
+    talk.turn()
+    assert fetched(prefill) == before + 1
+    decode.child.process.kill()
+    decode.wait_end()
+    decode.start()
+    decode.wait_ready()
+    talk.turn()
+    assert misses(prefill)["restarted"] == restarted + 1
+    talk.turn()
+    assert fetched(prefill) == before + 2
 
 
 def test_what_is_kept_starves_nobody(tmp_path: Path, single: Engine) -> None:
