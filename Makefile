@@ -1,7 +1,7 @@
 # Everything from a fresh clone: `make demo` and `make test` set up what they need first.
 #
 # PYTHON=python3.12 make test       another interpreter for the virtual environment
-# make test PYTEST="-k router"      a part of the tests
+# make test PYTEST="-k router"      a part of the tests; "-n 0 -s ..." shows what they print
 # make worlds SEEDS=300:600         other worlds than those of the tests
 # make demo ARGS="--json out.json"  flags of the demo
 
@@ -28,7 +28,7 @@ demo: $(RUN_STAMP)  ## run a prefill and a decode instance here, compare pull, p
 	$(BIN)/kvcourier demo $(ARGS)
 
 test: $(DEV_STAMP)  ## run all tests
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest -n 2 $(PYTEST)
 
 test-vllm: $(DEV_STAMP) $(VLLM_STAMP)  ## run the tests on real vLLM (CPU), in an environment of its own
 	$(BIN)/python -m pytest tests/vllm $(PYTEST)

@@ -11,16 +11,13 @@ from engine.rig import running_engine
 from kvcourier.engine.engine import Engine
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Every test here runs on real NIXL, and most on real processes, whose starts may take a minute
     on a busy machine."""
-    for item in items:
-        if item.path.parent.name == "e2e":
-            item.add_marker("e2e")
-            item.add_marker("nixl")
-            item.add_marker("slow")
-            if not item.get_closest_marker("timeout"):
-                item.add_marker(pytest.mark.timeout(300))
+    for marker in ("e2e", "nixl", "slow"):
+        item.add_marker(marker)
+    if not item.get_closest_marker("timeout"):
+        item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.fixture(scope="session")
