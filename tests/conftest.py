@@ -39,6 +39,9 @@ START_INSTANCES = (
 )
 """How files begin whose tests start instances; the tests are marked `e2e`."""
 
+MOSTLY_IN_PROCESS = "tests/e2e/test_token_equality.py"
+"""A quarter of their time. The other worker has it, with one pair of instances of its own."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Nobody starts instances beside those of the worker that has them."""
@@ -49,12 +52,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Whole files are given to workers, and all that start instances to one of them."""
+    """Whole files are given to workers, and nearly all that start instances to one of them."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
+            if file == MOSTLY_IN_PROCESS:
+                return file
             return "instances" if file.startswith(START_INSTANCES) else file
 
     return Scheduling(config, log)
