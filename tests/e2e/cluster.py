@@ -132,6 +132,11 @@ class Server:
         """GET one of its pages."""
         return self.client.get(self.url + path)
 
+    def let_go(self, transfer_id: str) -> None:
+        """Tell it, as a router does, that nobody will fetch a prompt that it keeps."""
+        answer = self.client.delete(f"{self.url}/kvcourier/transfers/{transfer_id}")
+        assert answer.is_success, answer.text
+
     def post(self, body: Any, *, headers: Mapping[str, str] | None = None) -> httpx.Response:
         """POST /v1/completions; `body` is JSON, or bytes that are sent as they are."""
         content = {"content": body} if isinstance(body, bytes) else {"json": body}

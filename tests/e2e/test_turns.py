@@ -223,7 +223,8 @@ def test_kept_for_its_time_and_no_longer(forgetful: Cluster, single: Engine, mod
     state = ask_decode_alone(forgetful, talk.said, mode)
     until(lambda: decode.metric("kvcourier:histories") == 0, "it is kept")
     prompt = talk.next_prompt()
-    params = by_hand(state, mode, f"late-by-hand-{mode}")
+    name = f"late-by-hand-{mode}"
+    params = by_hand(state, mode, name)
     body = body_of(prompt, 1, kv_transfer_params=params)
     answer = prefill.post(body).json()
     expected = generate(single, [prompt], max_tokens=1)
@@ -231,6 +232,8 @@ def test_kept_for_its_time_and_no_longer(forgetful: Cluster, single: Engine, mod
     assert misses(prefill) == {"not_held": missed + 1}
     assert fetched(prefill) == 0
     assert stale(forgetful) > refused
+    # No D comes for it: else its lease would be waited for.
+    prefill.let_go(name)
 
 
 def stale(cluster: Cluster) -> float:
