@@ -117,6 +117,10 @@ def test_turns_have_vllms_names_and_defaults():
     told = turning("kv_consumer", decoder_kv_blocks_ttl=20, kv_recompute_threshold=7)
     settings = read_settings(told)
     assert settings.turns == TurnSettings(20.0, 7)
+    quiet = read_settings(turning("kv_both", tell_histories=False)).turns
+    assert quiet is not None and not quiet.tells
+    with pytest.raises(ConfigError, match=r"tell_histories: expected true or false, found 'no'"):
+        read_settings(turning("kv_both", tell_histories="no"))
     assert settings.endpoint.courier.staging.send_bytes > 0, "what is kept may be sent packed"
 
 

@@ -1,6 +1,7 @@
 """What vLLM's scheduler hooks mean for the turns of conversations."""
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -19,13 +20,16 @@ from kvcourier.core.events import (
 )
 from kvcourier.core.histories import Miss
 from kvcourier.core.params import HoldIntent, PullIntent, parse_params
+from kvcourier.ids import EngineId, InstanceAddress, TransferId
 from kvcourier.layout import TokenSpan
+from kvcourier.runtime.asking import Asker, NoAnswer
 from kvcourier.vllm_connector.block_tables import BlockTable
 from kvcourier.vllm_connector.scheduler_side import SchedulerSide
 from kvcourier.vllm_connector.settings import TurnSettings
 from vllm_connector.test_scheduler_side import BLOCK, PUSH, Rank0, finish, make_side
 
 THRESHOLD = 32
+LIMIT_S = 60.0
 ON = {"turns": TurnSettings(ttl_s=60.0, threshold=THRESHOLD)}
 TOKENS = list(range(100, 200))
 
@@ -143,6 +147,50 @@ def test_where_nothing_is_kept(rank, changes) -> None:
     side = make_side(rank, **changes)
     assert kept(side, rank, "d1") == {}
     side.close()
+
+
+def asked(side: SchedulerSide, *questions: tuple[str, int]) -> list[Any]:
+    """What whoever asks the side channel for these turns is told, in plain values."""
+    host, port = side.side_channel
+    with Asker(EngineId("router"), None, LIMIT_S) as asker:
+        told = [
+            asker.history(InstanceAddress(EngineId("p"), host, port), TransferId(name), part)
+            for name, part in questions
+        ]
+    return [None if each is None else json.loads(each) for each in told]
+
+
+def test_who_knows_the_dispatch_is_told_what_its_answer_says_while_it_is_kept(side, rank) -> None:
+    first, second = kept(side, rank, "d1"), kept(side, rank, "d2", params={"part": 1})
+    questions = ("t-d1", 0), ("t-d2", 1), ("t-d2", 0), ("d1", 0)
+    assert asked(side, *questions) == [first, second, None, None]
+    side.on_results(set(), {"d1"})
+    assert asked(side, *questions) == [None, second, None, None]
+
+
+def test_what_is_given_up_is_not_told_any_more(rank) -> None:
+    with contextlib.closing(make_side(rank, num_blocks=100, **ON)) as side:
+        kept(side, rank, "d1")
+        side.step_news(output("r1"))
+        assert asked(side, ("t-d1", 0)) == [None]
+
+
+def test_two_of_one_dispatch_do_not_take_each_others_word_away(side, rank) -> None:
+    name = {"transfer_id": "t", "remote_request_id": "r1"}
+    kept(side, rank, "d1", params=name)
+    second = kept(side, rank, "d2", params=name)
+    side.on_results(set(), {"d1"})
+    assert asked(side, ("t", 0)) == [second]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"turns": TurnSettings(60.0, THRESHOLD, tells=False)}], ids=["off", "quiet"]
+)
+def test_an_instance_that_tells_nothing_says_so_at_once(rank, settings) -> None:
+    with contextlib.closing(make_side(rank, **settings)) as side:
+        kept(side, rank, "d1")
+        with pytest.raises(NoAnswer, match="not answered by this instance"):
+            asked(side, ("t-d1", 0))
 
 
 def test_an_abort_keeps_nothing(side, rank) -> None:

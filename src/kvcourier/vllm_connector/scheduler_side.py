@@ -8,6 +8,7 @@ Nothing here may raise for what a client sent: an exception in vLLM's scheduler 
 """
 
 import enum
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcourier.config import Granularity
 from kvcourier.core import handshake, inquiry
+from kvcourier.core.inquiry import HistoryQuestion, HistoryTold
 from kvcourier.core.outcomes import Side
 from kvcourier.core.params import (
     HolderAddress,
@@ -31,6 +33,7 @@ from kvcourier.ids import (
     HoldId,
     Rank,
     RequestId,
+    TransferId,
     TransferKey,
     hold_id_of,
 )
@@ -109,15 +112,32 @@ class SchedulerSide:
             )
         config = settings.endpoint
         told = about(config)
+        answerers = self._answerers()
         self._server = HandshakeServer(
             config.side_channel_host,
             config.side_channel_port,
-            lambda payload: inquiry.answer(payload, self._offer, told),
+            lambda payload: inquiry.answer(payload, self._offer, told, answerers),
             config.limits.max_message_bytes,
             config.keys,
         )
 
+    def _answerers(self) -> inquiry.Answerers:
+        """What routers may ask for; answered on the server's thread."""
+        turns = self._settings.turns
+        if turns is None or not turns.tells:
+            return {}
+        return {HistoryQuestion: self._tell_history}
+
+    def _tell_history(self, asked: HistoryQuestion) -> HistoryTold:
+        state = self._turns.state_of(TransferId(asked.transfer_id), asked.part)
+        return inquiry.tell_history(None if state is None else json.dumps(state))
+
     # Life.
+
+    @property
+    def side_channel(self) -> tuple[str, int]:
+        """Host and port of the handshake server."""
+        return self._settings.endpoint.side_channel_host, self._server.port
 
     def connect_workers(self, offers: "Mapping[tuple[int, int], WorkerOffer]") -> None:
         """All workers have registered their caches: answer handshakes from now on.
@@ -180,7 +200,7 @@ class SchedulerSide:
             # vLLM hands in a call that it refused as a prompt of one token, aborted at once.
             refused = getattr(request, "abort_immediately", False)
             if not refused:
-                self._turns.want(request_id, intent.keeps)
+                self._turns.want(request_id, intent)
             self._want(request_id, intent, None if refused else int(request.num_prompt_tokens))
 
     def num_external_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
@@ -310,7 +330,9 @@ class SchedulerSide:
         hold_id = self._new_hold_id()
         ttl_s = self._turns.hand_over(kept, hold_id)
         told = self._handoff(kept.name, kept.block_ids, kept.num_tokens, hold_id, None)
-        return history_params(told, ttl_s, kept.proof)
+        state = history_params(told, ttl_s, kept.proof)
+        self._turns.tell(kept, state)
+        return state
 
     def _handoff(
         self,
@@ -321,7 +343,7 @@ class SchedulerSide:
         key: TransferKey | None,
     ) -> dict[str, Any]:
         config = self._settings.endpoint
-        host, port = config.side_channel_host, self._server.port
+        host, port = self.side_channel
         return handoff_params(
             HolderAddress(config.engine_id, host, port, self._settings.tp_size, 1),
             name,

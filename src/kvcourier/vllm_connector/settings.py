@@ -74,6 +74,7 @@ _KNOWN_KEYS = frozenset(
         "side_channel_peer_keys",
         "log_stories",
         "tell_stories",
+        "tell_histories",
     }
 )
 
@@ -85,10 +86,12 @@ class TurnSettings:
     Attributes:
         ttl_s: how long it is kept, at most.
         threshold: if fewer tokens than this are missing of a history, they are computed.
+        tells: who knows its transfer id is told on the side channel where a history is kept.
     """
 
     ttl_s: float = DEFAULT_HISTORY_TTL_S
     threshold: int = DEFAULT_HISTORY_THRESHOLD
+    tells: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +220,7 @@ def _turns(extra: Mapping[str, Any], transfer: Any) -> TurnSettings | None:
             f"{ttl_s:g}"
         )
     threshold = _number(extra, "kv_recompute_threshold", DEFAULT_HISTORY_THRESHOLD)
-    return TurnSettings(ttl_s, max(1, int(threshold)))
+    return TurnSettings(ttl_s, max(1, int(threshold)), _flag(extra, "tell_histories", True))
 
 
 def _refuse_unsupported(vllm_config: "VllmConfig") -> None:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcourier.core.histories import Miss, usable_tokens
-from kvcourier.core.params import History
+from kvcourier.core.params import History, WantIntent
 from kvcourier.core.token_proof import TokenProof, prove
-from kvcourier.ids import HoldId, RequestId, fetched_as, kept_as
+from kvcourier.ids import HoldId, RequestId, TransferId, TransferKey, fetched_as, kept_as
 from kvcourier.layout import TokenSpan
 from kvcourier.runtime.engine_link import (
     Abort,
@@ -47,12 +47,18 @@ class _Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is handed over of a request that has ended."""
+    """What is handed over of a request that has ended; `key` is of the dispatch that it was of."""
 
-    name: RequestId
+    request_id: RequestId
     block_ids: list[list[int]]
     num_tokens: int
     proof: TokenProof
+    key: TransferKey | None
+
+    @property
+    def name(self) -> RequestId:
+        """What couriers call it."""
+        return kept_as(self.request_id)
 
 
 class Turns:
@@ -65,8 +71,10 @@ class Turns:
         self._settings = settings
         self._send = send
         self._max_kept = int(LARGEST_SHARE * num_blocks)
-        self._to_keep: set[RequestId] = set()
+        self._to_keep: dict[RequestId, TransferKey | None] = {}
         self._kept: dict[RequestId, int] = {}
+        # Read by another thread, entry by entry.
+        self._states: dict[TransferKey, tuple[RequestId, Mapping[str, Any]]] = {}
         self._fetches: dict[RequestId, _Fetch] = {}
         self._asked: set[RequestId] = set()
 
@@ -142,10 +150,11 @@ class Turns:
 
     # Keeping.
 
-    def want(self, request_id: RequestId, keeps: bool) -> None:
+    def want(self, request_id: RequestId, intent: WantIntent) -> None:
         """A request whose prompt comes from elsewhere was accepted."""
-        if self._settings is not None and keeps:
-            self._to_keep.add(request_id)
+        if self._settings is not None and intent.keeps:
+            named = intent.transfer_id
+            self._to_keep[request_id] = None if named is None else TransferKey(named, intent.part)
 
     def kept_of(
         self,
@@ -160,7 +169,7 @@ class Turns:
         salt = _salt(request)
         if request_id not in self._to_keep:
             return None
-        self._to_keep.discard(request_id)
+        key = self._to_keep.pop(request_id)
         # A layer with a window has no KV of the beginning any more.
         has_windows = any(table.window is not None for table in tables)
         if not finished_well or salt is None or has_windows or not all(block_ids):
@@ -176,7 +185,7 @@ class Turns:
         self.counts["num_histories_kept"] += 1
         while sum(self._kept.values()) > self._max_kept and len(self._kept) > 1:
             self._give_oldest_up()
-        return Kept(kept_as(request_id), groups, num_tokens, proof)
+        return Kept(request_id, groups, num_tokens, proof, key)
 
     def hand_over(self, kept: Kept, hold_id: HoldId) -> float:
         """Tell the couriers; returns for how many seconds it is kept."""
@@ -186,9 +195,19 @@ class Turns:
         self._send(FinishPrefill(kept.name, kept.block_ids, kept.num_tokens, ttl_s))
         return ttl_s
 
+    def tell(self, kept: Kept, state: Mapping[str, Any]) -> None:
+        """What the answer says of it, which a router has to ask for if the answer is streamed."""
+        if kept.key is not None:
+            self._states[kept.key] = kept.request_id, state
+
+    def state_of(self, transfer_id: TransferId, part: int) -> Mapping[str, Any] | None:
+        """What was told of the history of a dispatch; None if it is not kept. From any thread."""
+        found = self._states.get(TransferKey(transfer_id, part))
+        return None if found is None else found[1]
+
     def released(self, request_id: RequestId) -> None:
         """Blocks that were kept are vLLM's again; unknown ones are fine."""
-        self._kept.pop(request_id, None)
+        self._forget(request_id)
 
     def end_step(self, num_preempted: int) -> None:
         """A step was scheduled: make room for who found none."""
@@ -198,9 +217,15 @@ class Turns:
 
     def _give_oldest_up(self) -> None:
         request_id = next(iter(self._kept))
-        del self._kept[request_id]
+        self._forget(request_id)
         self.counts["num_histories_given_up"] += 1
         self._send(Abort(kept_as(request_id)))
+
+    def _forget(self, request_id: RequestId) -> None:
+        if self._kept.pop(request_id, None) is None:
+            return
+        for key in [key for key, (owner, _) in self._states.items() if owner == request_id]:
+            del self._states[key]
 
 
 def miss_key(miss: Miss) -> str:
