@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from kvcourier.cli.app import app
 from kvcourier.cli.vllm_config import CONNECTOR, CONNECTOR_MODULE
+from kvcourier.ids import EngineId
 from kvcourier.router.config import Coordinates, InstanceSpec, parse_instance_spec
 
 MODEL = "a model's name"
@@ -135,6 +136,12 @@ def test_only_what_is_not_a_default_is_named(flags: tuple[str, ...], extra: dict
 def test_the_router_asks_nothing_of_a_decode_node() -> None:
     text = printed("--host", "d.example", role="decode")
     assert router_spec(text) == ("--decode", InstanceSpec("http://d.example:8200"))
+
+
+def test_the_router_asks_a_decode_node_that_keeps_turns_for_its_streams() -> None:
+    text = printed("--engine-id", "d1", "--bidirectional-kv-xfer", role="decode")
+    place = Coordinates(EngineId("d1"), "127.0.0.1", 5700)
+    assert router_spec(text) == ("--decode", InstanceSpec("http://127.0.0.1:8200", place))
 
 
 def test_ipv6_is_bracketed_where_a_url_needs_it(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from core.golden_messages import FACTS, MESSAGES, OFFER, payloads
-from core.test_inquiry import ABOUT
+from core.test_inquiry import ABOUT, ANSWERERS
 from doctor.planted import healthy, instance
 from fuzz.inputs import JSON, MSGPACK, Codec
 from fuzz.meter import MAX_CALLS
@@ -37,7 +37,8 @@ from kvcourier.errors import (
 )
 from kvcourier.ids import EngineId, InstanceAddress, Rank, RequestId, TransferId
 from kvcourier.layout import instance_geometries
-from kvcourier.router.config import Coordinates
+from kvcourier.router.config import ConversationLimits, Coordinates
+from kvcourier.router.conversations import Conversations, read_state
 from kvcourier.router.instances import parse_instance_info
 from kvcourier.router.intake import (
     CallRefused,
@@ -101,6 +102,13 @@ EARLY = {
     if key not in ("remote_block_ids", "remote_hold_id", "remote_incarnation")
 } | {"transfer_mode": "pull"}
 HOLD = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t1", "part": 3}
+HISTORY = HANDOFF | {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_ttl_s": 60.0,
+    "remote_digest_tokens": 16,
+    "remote_digests": "AAAAAAAAAAAAAAAAAAAAAA==",
+}
 INFO = {
     "engine_id": "prefill-0",
     "incarnation": "life",
@@ -202,10 +210,10 @@ def read_request(payload: bytes) -> bool:
 def read_inquiry(payload: bytes) -> bool:
     """An inquiry is answered, and so is a handshake at the same place, or dropped."""
     try:
-        reply = inquiry.answer(payload, OFFER, ABOUT)
+        reply = inquiry.answer(payload, OFFER, ABOUT, ANSWERERS)
     except RemoteProtocolError as error:
         return _refused(error)
-    kinds = HandshakeAccepted | HandshakeRefused | inquiry.Told
+    kinds = HandshakeAccepted | HandshakeRefused | inquiry.Told | inquiry.HistoryTold
     assert msgspec.msgpack.decode(reply, type=kinds)
     return True
 
@@ -236,6 +244,18 @@ def read_story_question(payload: bytes) -> bool:
     """A question has a key that can be looked up, or it is none."""
     key = inquiry.read_question(payload)
     return key is not None and 0 < len(key) <= 1024
+
+
+def read_history(payload: bytes) -> bool:
+    """What an instance tells of a turn is refused, or kept as a state or not."""
+    try:
+        told = inquiry.read_history(payload, LIMITS.max_message_bytes)
+    except (HandshakeRejected, RemoteProtocolError) as error:
+        return _refused(error)
+    turns = Conversations(ConversationLimits(), lambda: 0.0)
+    if turns.put("a", read_state(told or ""), "d"):
+        assert turns.take("a") is not None
+    return True
 
 
 _OURS = one_group(instance_geometries(model_cache(), 1))
@@ -365,7 +385,13 @@ PURE: Sequence[Target] = (
         MSGPACK,
         read_offer,
     ),
-    Target("inquiry", [inquiry.inquire()], MSGPACK, read_inquiry),
+    Target("inquiry", [inquiry.inquire(), inquiry.ask_for_history("t")], MSGPACK, read_inquiry),
+    Target(
+        "history told",
+        [msgspec.msgpack.encode(inquiry.tell_history(json.dumps(HISTORY)))],
+        MSGPACK,
+        read_history,
+    ),
     Target("told", [inquiry.answer(inquiry.inquire(), OFFER, ABOUT)], MSGPACK, read_told),
     Target("story question", [inquiry.ask_for_story("t")], MSGPACK, read_story_question),
     Target(

@@ -332,6 +332,7 @@ async def world(
     num_prefill: int = 1,
     num_decode: int = 1,
     specs: Callable[[FakeInstance], InstanceSpec] = lambda fake: InstanceSpec(fake.url),
+    decode_specs: Callable[[FakeInstance], InstanceSpec] = lambda fake: InstanceSpec(fake.url),
     prepare: Callable[[list[FakeInstance]], None] = lambda fakes: None,
     prefill_port: int = 0,
     **settings: Any,
@@ -345,7 +346,7 @@ async def world(
     prepare([*prefill, *decode])
     config = RouterConfig(
         prefill=tuple(specs(fake) for fake in prefill),
-        decode=tuple(InstanceSpec(fake.url) for fake in decode),
+        decode=tuple(decode_specs(fake) for fake in decode),
         **settings,
     )
     app = create_app(config)

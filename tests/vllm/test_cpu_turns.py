@@ -1,11 +1,15 @@
 """Conversations of several turns on real vLLM: P fetches from D what D has of the turns before."""
 
+import json
 import uuid
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+
+from kvcourier.router.app import create_app
+from kvcourier.router.config import RouterConfig, parse_instance_spec
 
 from .models import write_qwen3
 from .servers import (
@@ -15,6 +19,7 @@ from .servers import (
     request_body,
     routers,
     served,
+    spec_of,
     started,
     tokens,
     wait_until,
@@ -68,6 +73,18 @@ def ask(url: str, prompt: list[int], name: str, mode: str) -> dict[str, Any]:
     return found
 
 
+def ask_streaming(url: str, prompt: list[int], name: str, mode: str) -> list[int]:
+    """The tokens of an answer that comes in chunks, none of which tells of the KV."""
+    body = request_body(prompt) | {"max_tokens": NUM_ANSWER, "stream": True}
+    headers = {"X-Conversation-Id": name, "X-KV-Mode": mode}
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=ANSWER_S)
+    assert answer.status_code == 200, answer.text
+    *events, done = (line.removeprefix("data: ") for line in answer.text.splitlines() if line)
+    assert done == "[DONE]" and "kv_transfer_params" not in answer.text
+    chunks = [choice for event in events for choice in json.loads(event)["choices"]]
+    return [token for choice in chunks for token in choice.get("token_ids") or ()]
+
+
 def count(server: Vllm, name: str) -> float:
     return server.metric(f"kvcourier:{name}_total")
 
@@ -95,6 +112,37 @@ def test_the_history_is_fetched_and_the_tokens_are_right(
         assert server.metric("vllm:nixl_num_failed_transfers_total") == 0
         assert server.process.poll() is None
     assert computed >= 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_streamed_turn_is_fetched_as_well(pair: tuple[Vllm, Vllm], mode: str) -> None:
+    prefill, decode = pair
+    before = count(prefill, "histories_fetched"), count(decode, "histories_collected")
+    config = RouterConfig(
+        prefill=(parse_instance_spec(spec_of(prefill)),),
+        decode=(parse_instance_spec(spec_of(decode)),),
+    )
+    said: list[int] = []
+    app = create_app(config)
+
+    def states_told() -> float:
+        registry = app.state.services.metrics.registry
+        named = {"outcome": "told"}
+        return registry.get_sample_value("kvcourier_router_states_asked_total", named) or 0.0
+
+    with served(app) as url:
+        for turn in range(NUM_TURNS):
+            prompt = [*said, *new_tokens(f"streamed-{mode}-{turn}")]
+            found = ask_streaming(url, prompt, f"streamed-{mode}", mode)
+            assert found == tokens(decode.url, prompt, num_tokens=NUM_ANSWER), f"turn {turn}"
+            # The client does not wait for this, and loses nothing but time by being early.
+            wait_until(lambda turn=turn: states_told() == turn + 1, 30)
+            said = [*prompt, *found]
+    wait_until(lambda: count(prefill, "histories_fetched") == before[0] + NUM_TURNS - 1, 30)
+    wait_until(lambda: count(decode, "histories_collected") == before[1] + NUM_TURNS - 1, 30)
+    for server in pair:
+        assert server.metric("vllm:nixl_num_failed_transfers_total") == 0
+        assert server.process.poll() is None
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -11,8 +11,10 @@ import typer
 from kvcourier.api_keys import api_keys, read_api_keys
 from kvcourier.cli.config_file import ConfigFile
 from kvcourier.config import Binding, TransferMode
+from kvcourier.ids import EngineId
 from kvcourier.router.breaker import BreakerSettings
 from kvcourier.router.config import (
+    DEFAULT_ENGINE_ID,
     DEFAULT_ROUTER_PORT,
     ConversationLimits,
     RouterConfig,
@@ -178,6 +180,21 @@ def route(
             "one. Default: nobody may.",
         ),
     ] = None,
+    engine_id: Annotated[
+        str, typer.Option(help="As whom the router speaks on side channels.")
+    ] = DEFAULT_ENGINE_ID,
+    side_channel_key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Its secret key there, as for kvcourier serve: to ask a vLLM instance what it "
+            "keeps of a streamed turn.",
+        ),
+    ] = None,
+    side_channel_peer_keys: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Public keys of the decode instances."),
+    ] = None,
     otlp_traces_endpoint: Annotated[
         str | None,
         typer.Option(
@@ -199,13 +216,15 @@ def route(
                       --decode http://d1:8200 --mode push --policy least_loaded
       kvcourier route --instances instances.toml --retries 2
 
-    kvcourier's own instances say themselves where their KV is found. For push from vLLM, say it:
+    kvcourier's own instances say themselves where their KV is found. For push from vLLM, and for
+    streamed turns of conversations that a vLLM instance keeps, say it:
 
     \b
       --prefill http://p1:8000,engine_id=p1,kv_host=p1,kv_port=5600,tp_size=2
     """
     from kvcourier.http_server import bind, serve_until_stopped
     from kvcourier.router.app import create_app
+    from kvcourier.runtime.channel_keys import read_keys
     from kvcourier.tracing.otel import tracing_of
 
     settings = RouterConfig(
@@ -241,6 +260,8 @@ def route(
         instance_api_key=(
             None if instance_api_key_file is None else read_api_keys(instance_api_key_file)[0]
         ),
+        engine_id=EngineId(engine_id),
+        channel_keys=read_keys(side_channel_key, side_channel_peer_keys, EngineId(engine_id)),
     )
     listener = bind(host, port)
     with tracing_of("kvcourier-router", otlp_traces_endpoint) as tracing:

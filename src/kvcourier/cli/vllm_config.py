@@ -156,13 +156,14 @@ def serve_command(node: VllmNode) -> str:
 def route_flags(node: VllmNode) -> str:
     """The flag of `kvcourier route` that names this node, quoted for a shell.
 
-    Only a prefill node's KV is looked for by others, so only its coordinates are given.
+    Coordinates are given of whose KV is looked for by others: a prefill node's, and that of turns
+    that a decode node keeps.
 
     Raises:
         ConfigError: the router could not read it.
     """
     spec = node.url
-    if node.role is NodeRole.PREFILL:
+    if node.role is NodeRole.PREFILL or node.bidirectional_kv_xfer:
         spec += (
             f",engine_id={node.engine_id},kv_host={node.side_channel_host}"
             f",kv_port={node.side_channel_port},tp_size={node.tensor_parallel_size}"

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -46,6 +47,7 @@ from kvcourier.router.pages import Pages
 from kvcourier.router.prompts import prompt_of
 from kvcourier.router.services import Services
 from kvcourier.router.sides import NO_PROMPT, Side
+from kvcourier.router.state_questions import StateQuestions, ask_for_state
 from kvcourier.router.upstream import Upstream, make_client
 from kvcourier.tracing.interface import Tracing
 
@@ -76,7 +78,12 @@ def create_app(config: RouterConfig, tracing: Tracing | None = None) -> Starlett
     conversations = Conversations(config.conversations, time.monotonic)
     metrics.conversations.set_function(lambda: len(conversations))
     upstream = Upstream(client, config.timeouts, config.limits)
-    services = Services(config, upstream, sides, metrics, conversations, tracing=tracing)
+    states = StateQuestions(
+        partial(ask_for_state, config.engine_id, config.channel_keys, config.timeouts.state_s),
+        conversations,
+        lambda asked: metrics.states_asked.labels(asked).inc(),
+    )
+    services = Services(config, upstream, sides, metrics, conversations, states, tracing=tracing)
     membership = Membership(sides, make)
     file = None
     if config.instances_file is not None:

@@ -199,6 +199,8 @@ class Attempt:
                 case Finish(outcome):
                     self._outcome = outcome
                     self._legs.release_prefill()
+                    if outcome is CallOutcome.OK:
+                        self._ask_for_state()
 
     def _start_prefill(self) -> None:
         prefill, upstream = self.pairing.chosen[LegName.PREFILL], self._services.upstream
@@ -242,6 +244,13 @@ class Attempt:
     def _keep_state(self, params: object) -> None:
         decode = self.pairing.chosen[LegName.DECODE].name
         self._services.conversations.put(self._client.conversation, params, decode)
+
+    def _ask_for_state(self) -> None:
+        """Not every engine's streams tell of what is kept."""
+        if self._answer.lacks_state:
+            name, decode = self._call.transfer_id, self.pairing.chosen[LegName.DECODE]
+            asking = self._services.states.learn(self._client.conversation, name, decode)
+            self._services.in_background(asking)
 
     def _let_go(self) -> None:
         """P may have computed the prompt, and D not heard of it: then no one else will tell P."""

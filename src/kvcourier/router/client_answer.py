@@ -46,6 +46,11 @@ class ClientAnswer:
             self._call.send, answer.status, content, self._headers(), answer.content_type
         )
 
+    @property
+    def lacks_state(self) -> bool:
+        """Whether it is a stream that should have told of the KV that D keeps, and did not."""
+        return self.stream.started and self._filter is not None and not self._filter.has_found
+
     def relay(self) -> None:
         """D's stream may be passed on, from its first byte."""
         self._observe_first_byte()

@@ -13,13 +13,14 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from kvcourier.api_keys import ApiKeys
-from kvcourier.config import DEFAULT_SIDE_CHANNEL_PORT, Binding, TransferMode
+from kvcourier.config import DEFAULT_SIDE_CHANNEL_PORT, Binding, ChannelKeys, TransferMode
 from kvcourier.errors import ConfigError, shorten
 from kvcourier.ids import EngineId
 from kvcourier.router.breaker import BreakerSettings
 from kvcourier.router.policy import POLICIES
 
 DEFAULT_ROUTER_PORT = 8192
+DEFAULT_ENGINE_ID = EngineId("kvcourier-router")
 MAX_PARALLEL_SIZE = 1024
 
 _Name = TypeVar("_Name", bound=enum.StrEnum)
@@ -43,7 +44,7 @@ class InstanceSpec:
     Attributes:
         url: its HTTP address, without a trailing slash.
         coordinates: where its KV is found. None asks the instance itself; vLLM cannot tell, so
-            push from vLLM needs them here.
+            push from vLLM needs them here, and so do streamed turns that its D keeps.
         dp_rank: sent as `X-data-parallel-rank`, for a vLLM server with several ranks behind one
             address; each rank is then a spec of its own, with its own coordinates.
     """
@@ -83,6 +84,7 @@ class Timeouts:
         total_s: from the client's request to the end of its answer.
         learn_s: one question to an instance about itself (health, models, coordinates).
         refresh_s: how often a running instance is asked again.
+        state_s: one question to a side channel what is kept of a streamed turn.
         load_s: how often an instance is asked how busy it is, where a policy needs that.
         backoff_s: first pause after an instance did not answer; doubled up to `backoff_max_s`.
     """
@@ -96,6 +98,7 @@ class Timeouts:
     learn_s: float = 3.0
     refresh_s: float = 5.0
     load_s: float = 1.0
+    state_s: float = 1.0
     backoff_s: float = 0.1
     backoff_max_s: float = 5.0
 
@@ -177,6 +180,8 @@ class RouterConfig:
             may.
         api_keys: of which clients must have one; None: open to all.
         instance_api_key: what the router itself shows to every instance; None: nothing.
+        engine_id: as whom it asks on side channels what an instance keeps of a streamed turn.
+        channel_keys: its keys there; None: it has none.
     """
 
     prefill: tuple[InstanceSpec, ...]
@@ -197,6 +202,8 @@ class RouterConfig:
     conversations: ConversationLimits = field(default_factory=ConversationLimits)
     api_keys: ApiKeys | None = None
     instance_api_key: str | None = field(default=None, repr=False)
+    engine_id: EngineId = DEFAULT_ENGINE_ID
+    channel_keys: ChannelKeys | None = field(default=None, repr=False)
 
     @property
     def has_keys(self) -> bool:

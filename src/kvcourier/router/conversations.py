@@ -53,13 +53,21 @@ class Conversations:
         turn = self._turns.pop(conversation, None)
         return turn if turn is not None and turn.until > self._clock() else None
 
-    def put(self, conversation: str, params: object, decode: str) -> None:
-        """A turn has ended, and D told this of it; what is no state of a turn is ignored."""
+    @property
+    def are_kept(self) -> bool:
+        """Whether any state is."""
+        return self._limits.max_conversations > 0
+
+    def put(self, conversation: str, params: object, decode: str) -> bool:
+        """A turn has ended, and D told this of it; what is no state of a turn is ignored.
+
+        Returns whether it is one.
+        """
         if not conversation or not _is_state(params):
-            return
+            return False
         assert isinstance(params, dict)
         if len(json.dumps(params)) > self._limits.max_state_bytes:
-            return
+            return False
         now = self._clock()
         self._forget_before(now)
         ttl_s = min(self._limits.ttl_s, _seconds(params.get("remote_ttl_s")))
@@ -67,6 +75,7 @@ class Conversations:
         self._turns.move_to_end(conversation)
         while len(self._turns) > self._limits.max_conversations:
             self._turns.popitem(last=False)
+        return True
 
     def _forget_before(self, now: float) -> None:
         """Those that are over, as far as they are the oldest."""
@@ -89,6 +98,7 @@ class StateFilter:
         """`keep` is called with the state, if the answer has one."""
         self._keep = keep
         self._pending = b""
+        self.has_found = False
 
     def whole(self, content: bytes) -> bytes:
         """A complete answer without the state."""
@@ -118,8 +128,17 @@ class StateFilter:
             return None
         if not isinstance(answer, dict) or not _is_state(answer.get(_STATE_KEY)):
             return None
+        self.has_found = True
         self._keep(answer.pop(_STATE_KEY))
         return json.dumps(answer, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def read_state(text: str) -> object:
+    """What a state's JSON says; None if it cannot be read."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _split(stream: bytes) -> list[bytes]:

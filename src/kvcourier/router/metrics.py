@@ -79,6 +79,12 @@ class RouterMetrics:
             ["state"],
             registry=self.registry,
         )
+        self.states_asked = Counter(
+            "kvcourier_router_states_asked",
+            "Streamed turns whose answer told of no KV, by what asking on the side channel gave",
+            ["outcome"],
+            registry=self.registry,
+        )
         self.conversations = Gauge(
             "kvcourier_router_conversations",
             "Conversations of which a turn's state is kept",

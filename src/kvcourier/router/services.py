@@ -15,6 +15,7 @@ from kvcourier.router.conversations import Conversations
 from kvcourier.router.events import LegName
 from kvcourier.router.metrics import RouterMetrics
 from kvcourier.router.sides import Side
+from kvcourier.router.state_questions import StateQuestions
 from kvcourier.router.upstream import Upstream
 from kvcourier.runtime.diary import Diary
 from kvcourier.tracing.interface import Tracing
@@ -40,6 +41,7 @@ class Services:
     sides: Mapping[LegName, Side]
     metrics: RouterMetrics
     conversations: Conversations
+    states: StateQuestions
     background: set[asyncio.Task[None]] = field(default_factory=set)
     running: set[Running] = field(default_factory=set)
     diary: Diary = field(default_factory=lambda: Diary(Limits()))
