@@ -63,6 +63,11 @@ class Growth:
     num_lives: int
     minutes: float
 
+    @property
+    def descriptors_per_life(self) -> float:
+        """More in the end than at the beginning, on the average of the lives."""
+        return self.descriptors_per_minute * self.minutes / self.num_lives
+
 
 def growth(samples: Iterable[Sample]) -> Growth | None:
     """One slope for all lives, each with a level of its own; None if no life was long enough."""

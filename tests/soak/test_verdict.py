@@ -56,6 +56,7 @@ def test_nothing_is_found_where_all_is_well() -> None:
         (changed(leftovers={"decode": {"kvcourier_wants": 1.0}}), "left behind"),
         (changed(growth={"decode": Growth(MEMORY_BOUND + 1, 0.0, 1, 1.0)}), "memory"),
         (changed(growth={"decode": Growth(0.0, DESCRIPTORS_BOUND + 1, 1, 1.0)}), "descriptors"),
+        (changed(growth={"router": Growth(0.0, 1.0, 1, DESCRIPTORS_BOUND + 1)}), "descriptors"),
         (changed(errors={"prefill": ["Traceback | ..."]}), "log of prefill"),
         (changed(last_answers={"push": False}), "not right afterwards"),
         (changed(outcomes=[]), "nothing was answered"),

@@ -14,7 +14,8 @@ from soak.traffic import Outcome
 MEMORY_BOUND = 6.0
 """MiB a minute, by resident memory, of any process after its warm-up."""
 DESCRIPTORS_BOUND = 15.0
-"""Open descriptors a minute; connections of the moment make a few in a short run."""
+"""Open descriptors in the course of a life. Connections of the moment make a few, however long it
+lasts; what is lost one by one is more in the end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +100,10 @@ def violations(evidence: Evidence) -> list[str]:
                 f"memory: {name} grows by {growth.mib_per_minute:.1f} MiB a minute, at most "
                 f"{MEMORY_BOUND:g} is allowed"
             )
-        if growth.descriptors_per_minute > DESCRIPTORS_BOUND:
+        if growth.descriptors_per_life > DESCRIPTORS_BOUND:
             found.append(
-                f"descriptors: {name} opens {growth.descriptors_per_minute:.1f} more a minute, at "
-                f"most {DESCRIPTORS_BOUND:g} are allowed"
+                f"descriptors: {name} opens {growth.descriptors_per_life:.0f} more in the course "
+                f"of a life, at most {DESCRIPTORS_BOUND:g} are allowed"
             )
     for name, errors in evidence.errors.items():
         found += [f"log of {name}: {error}" for error in errors]

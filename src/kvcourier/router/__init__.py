@@ -9,11 +9,11 @@ Reading path: `dispatch` (what happens on each event of a dispatch), `events` (i
 (what a turn leaves for the next): these are pure. Then
 `client_call` and `exchange` (one client call), `attempt` (drives one dispatch of it) with its parts
 `pairing` (who serves it), `running_legs` (what each has to do), `watches` (when to bind D, and when
-another) and `client_answer` (what the client gets), `upstream` (one leg over HTTP), `instances`
-(what is known of each instance), `sides` (who is there), `membership` (who comes and goes),
-`state_questions` (what a turn leaves, where its answer does not say), `services` (what all calls
-share), `answers` (what the router itself says), `app`, `pages` and
-`admin` (routes), `config`, `metrics`.
+another) and `client_answer` (what the client gets), `upstream` (one leg over HTTP), `cancelling`
+(a leg that is given up loses no connection), `instances` (what is known of each instance), `sides`
+(who is there), `membership` (who comes and goes), `state_questions` (what a turn leaves, where its
+answer does not say), `services` (what all calls share), `answers` (what the router itself says),
+`app`, `pages` and `admin` (routes), `config`, `metrics`.
 
 Nothing is re-exported here, so that reading settings does not load an HTTP stack:
 `app.create_app(config.RouterConfig(...))` is the way in.

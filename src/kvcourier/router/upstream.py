@@ -15,6 +15,7 @@ import httpx
 
 from kvcourier.api_keys import bearer
 from kvcourier.router.answers import EventStream
+from kvcourier.router.cancelling import CancelSafeTransport
 from kvcourier.router.config import RouterLimits, Timeouts
 from kvcourier.router.events import (
     Answer,
@@ -62,8 +63,11 @@ def make_client(timeouts: Timeouts, api_key: str | None = None) -> httpx.AsyncCl
     return httpx.AsyncClient(
         headers=None if api_key is None else [bearer(api_key)],
         timeout=httpx.Timeout(None, connect=timeouts.connect_s),
-        limits=httpx.Limits(
-            max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S
+        transport=CancelSafeTransport(
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S
+            ),
+            trust_env=False,
         ),
         # Instances are addressed as configured, never through a proxy of the environment.
         trust_env=False,
