@@ -29,7 +29,7 @@ from kvcourier.router.conversations import Conversations
 from kvcourier.router.instances import Instance
 from kvcourier.router.state_questions import Asked, StateQuestions
 from kvcourier.runtime.channel_keys import read_keys
-from kvcourier.runtime.side_channel import HandshakeServer
+from kvcourier.runtime.handshake_server import HandshakeServer
 from router.fake_instance import (
     CHUNKS,
     DONE,

@@ -19,7 +19,8 @@ from kvcourier.ids import EngineId, Incarnation, InstanceAddress, PeerRank, Rank
 from kvcourier.runtime.channel_keys import read_keys
 from kvcourier.runtime.engine_link import Abort, EngineLink, new_token
 from kvcourier.runtime.greeting import Listener
-from kvcourier.runtime.side_channel import HandshakeServer, SideChannel
+from kvcourier.runtime.handshake_server import HandshakeServer
+from kvcourier.runtime.side_channel import SideChannel
 from kvcourier.runtime.vital_signs import look
 from kvcourier.transport.interface import Operation
 from kvcourier.transport.memory import Fate

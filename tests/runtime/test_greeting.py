@@ -11,7 +11,7 @@ import zmq
 from kvcourier.config import ChannelKeys
 from kvcourier.ids import EngineId
 from kvcourier.runtime.greeting import Listener, meet
-from kvcourier.runtime.side_channel import HandshakeServer
+from kvcourier.runtime.handshake_server import HandshakeServer
 from ports import free_port
 
 HOST = "127.0.0.1"

@@ -14,7 +14,8 @@ from kvcourier.errors import ConfigError, RemoteProtocolError
 from kvcourier.ids import EngineId, Incarnation, InstanceAddress, PeerRank, Rank
 from kvcourier.runtime import side_channel
 from kvcourier.runtime.greeting import Listener
-from kvcourier.runtime.side_channel import HandshakeServer, SideChannel, sender_matches
+from kvcourier.runtime.handshake_server import HandshakeServer
+from kvcourier.runtime.side_channel import SideChannel, sender_matches
 from ports import free_port
 
 HOST = "127.0.0.1"

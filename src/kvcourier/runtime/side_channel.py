@@ -1,8 +1,8 @@
 """Small messages between instances, beside the data path (ZMQ).
 
-Decides sockets, addresses and framing: one handshake server an instance, one courier socket a
-rank, one outgoing socket a known peer rank. Refuses to know what the messages mean; a handshake's
-bytes are the core's.
+Decides sockets and framing: one inbox a rank, one outgoing socket a known peer rank, and one for
+each handshake that is asked for. Refuses to know what the messages mean; a handshake's bytes are
+the core's.
 
 A courier owns its `SideChannel` and calls it from its own thread only, except `wake`.
 """
@@ -13,7 +13,6 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,9 +29,10 @@ from kvcourier.runtime.channel_keys import (
     be_server,
     key_of,
 )
-from kvcourier.runtime.greeting import NAME, Listener, meet
+from kvcourier.runtime.greeting import Listener, meet
 from kvcourier.runtime.looks import Looks
 from kvcourier.runtime.vital_signs import look
+from kvcourier.runtime.zmq_sockets import bind, connect, destroy, readable
 
 _log = logging.getLogger(__name__)
 _MAX_QUEUED = 4096
@@ -42,8 +42,6 @@ _MEETING_S = 1.0
 _KEY = b" key "
 """Between identity and key; the key is the rest, and of one length, so nobody can forge it."""
 
-
-_NOT_YOURS = b"this is an instance of kvcourier"
 _NOT_TO_BE_ASKED = {
     Listener.GONE: "nobody listens at {}",
     Listener.FOREIGN: (
@@ -51,80 +49,6 @@ _NOT_TO_BE_ASKED = {
         "vLLM, CourierConnector), so switch that one as well, or send it no such requests"
     ),
 }
-
-
-class HandshakeServer:
-    """Answers handshakes at the instance's well-known address, in a thread of its own.
-
-    Args:
-        host: interface or name to bind.
-        port: port to bind; 0 takes a free one.
-        answer: bytes of a request to bytes of the answer; RemoteProtocolError drops the request.
-        max_message_bytes: longer requests are dropped by ZMQ, with their connection.
-        keys: whom to answer; None: everybody.
-    """
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        answer: Callable[[bytes], bytes],
-        max_message_bytes: int,
-        keys: ChannelKeys | None = None,
-    ) -> None:
-        self._answer = answer
-        self._context = zmq.Context()
-        self._key_check = None if keys is None else KeyCheck(self._context, keys)
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.ROUTING_ID, NAME)
-        be_server(self._socket, keys)
-        self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kv-handshake", daemon=True)
-        try:
-            self.port = _bind(self._socket, host, port)
-        except ConfigError:
-            self.close()
-            raise
-
-    def start(self) -> None:
-        """Answer from now on."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop answering and free the port; blocks for a moment; idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        os.eventfd_write(self._stop_fd, 1)
-        if self._thread.is_alive():
-            self._thread.join()
-        os.close(self._stop_fd)
-        _destroy(self._context, self._key_check, linger=0)
-
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._stop_fd, zmq.POLLIN)
-        while self._stop_fd not in dict(poller.poll()):
-            identity, *frames = self._socket.recv_multipart()
-            *envelope, payload = frames or [b""]
-            try:
-                reply = self._answer(payload)
-            except RemoteProtocolError as error:
-                _log.warning("handshake request dropped: %s", error)
-                if envelope != [b""]:
-                    continue
-                # A REQ socket, as vLLM's own connectors have. It cannot read this, so it fails its
-                # request at once, and not after the seconds that it waits for an answer.
-                reply = _NOT_YOURS
-            try:
-                self._socket.send_multipart([identity, *envelope, reply], zmq.DONTWAIT)
-            except zmq.ZMQError as error:
-                # The asker has gone, or does not read: its loss, and it asks again.
-                _log.warning("handshake answer dropped: %s", error)
 
 
 class Channel(Protocol):
@@ -205,7 +129,7 @@ class SideChannel:
         self._inbox.setsockopt(zmq.ROUTER_MANDATORY, 1)
         be_server(self._inbox, keys)
         try:
-            self.port = _bind(self._inbox, host, 0)
+            self.port = bind(self._inbox, host, 0)
         except ConfigError:
             self.close()
             raise
@@ -241,14 +165,14 @@ class SideChannel:
         With keys, an identity has the sender's key as well, also an answer's.
         """
         taken: list[tuple[bytes, bytes]] = []
-        while len(taken) < _MAX_QUEUED and _readable(self._inbox):
+        while len(taken) < _MAX_QUEUED and readable(self._inbox):
             identity, *frames = self._inbox.recv_multipart(copy=False)
             if frames:
                 key = b"" if self._keys is None else _KEY + key_of(frames[-1])
                 taken.append((identity.bytes + key, frames[-1].bytes))
         for peer, socket in self._outgoing.items():
             known_as = b"" if self._keys is None else self._known_as(peer)
-            while len(taken) < _MAX_QUEUED and _readable(socket):
+            while len(taken) < _MAX_QUEUED and readable(socket):
                 taken.append((known_as, socket.recv_multipart()[-1]))
         return taken
 
@@ -271,7 +195,7 @@ class SideChannel:
         if peer not in self._outgoing:
             socket = self._client(peer.engine_id)
             socket.setsockopt(zmq.ROUTING_ID, self._identity)
-            _connect(socket, host, port)
+            connect(socket, host, port)
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             for each in (socket, monitor):
                 self._poller.register(each, zmq.POLLIN)
@@ -292,9 +216,9 @@ class SideChannel:
         """Peers whose connection has broken since the last time; ZMQ tries to connect again."""
         broken = []
         for peer, monitor in self._monitors.items():
-            if _readable(monitor):
+            if readable(monitor):
                 broken.append(peer)
-                while _readable(monitor):
+                while readable(monitor):
                     monitor.recv_multipart()
         return broken
 
@@ -344,7 +268,7 @@ class SideChannel:
         self.drop(address)
         socket = self._client(address.engine_id)
         monitor = HandshakeMonitor(socket)
-        _connect(socket, address.host, address.port)
+        connect(socket, address.host, address.port)
         for each in (socket, monitor.socket):
             self._poller.register(each, zmq.POLLIN)
         self._num_asked += 1
@@ -360,7 +284,7 @@ class SideChannel:
         self._send_requests()
         taken = []
         for address, asked in list(self._handshakes.items()):
-            if _readable(asked.socket):
+            if readable(asked.socket):
                 taken.append((address, asked.socket.recv_multipart()[-1]))
                 self.drop(address)
         return taken
@@ -408,7 +332,7 @@ class SideChannel:
                 return
             self._closed = True
             os.close(self._wake_fd)
-        _destroy(self._context, self._key_check, linger=200)
+        destroy(self._context, self._key_check, linger=200)
 
     def _client(self, engine_id: EngineId) -> "zmq.Socket[bytes]":
         socket = self._socket(zmq.DEALER)
@@ -445,45 +369,6 @@ def sender_matches(identity: bytes, peer: PeerRank) -> bool:
     return identity in (b"", identity_of(peer))
 
 
-def _readable(socket: "zmq.Socket[bytes]") -> bool:
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
-
-def _destroy(
-    context: "zmq.Context[zmq.Socket[bytes]]", key_check: KeyCheck | None, linger: int
-) -> None:
-    if key_check is not None and not context.closed:
-        key_check.close()
-    context.destroy(linger=linger)
-
-
 def identity_of(peer: PeerRank) -> bytes:
     """What a rank's sockets say who they are."""
     return f"{peer.incarnation}/{peer.rank}".encode()
-
-
-def _connect(socket: "zmq.Socket[bytes]", host: str, port: int) -> None:
-    socket.setsockopt(zmq.IPV6, ":" in host)
-    try:
-        socket.connect(f"tcp://{_bracketed(host)}:{port}")
-    except (zmq.ZMQError, UnicodeError) as error:
-        socket.close()
-        raise RemoteProtocolError(f"host {host!r} cannot be connected: {error}") from None
-
-
-def _bind(socket: "zmq.Socket[bytes]", host: str, port: int) -> int:
-    socket.setsockopt(zmq.IPV6, ":" in host)
-    endpoint = f"tcp://{_bracketed(host)}:{port if port else '*'}"
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        raise ConfigError(
-            f"side channel {host}:{port} cannot be opened: {error.strerror}; "
-            "choose another --side-channel-host or --side-channel-port"
-        ) from None
-    last = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-    return int(last.rsplit(":", 1)[1])
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -13,7 +13,8 @@ from typing import Protocol
 from kvcourier.config import ChannelKeys
 from kvcourier.ids import Incarnation, PeerRank
 from kvcourier.runtime.courier import Courier
-from kvcourier.runtime.side_channel import Channel, HandshakeServer, SideChannel
+from kvcourier.runtime.handshake_server import HandshakeServer
+from kvcourier.runtime.side_channel import Channel, SideChannel
 
 
 class Server(Protocol):

@@ -48,7 +48,7 @@ from kvcourier.runtime.engine_link import (
     FinishPrefill,
     Receive,
 )
-from kvcourier.runtime.side_channel import HandshakeServer
+from kvcourier.runtime.handshake_server import HandshakeServer
 from kvcourier.vllm_connector.admission import Admission
 from kvcourier.vllm_connector.block_tables import BlockTable, blocks_needed
 from kvcourier.vllm_connector.intents import (
