@@ -66,6 +66,9 @@ def existing() -> dict[str, Series]:
         found.update(series_of(f"{name}_total", "counter", OF_VLLM))
     for name in re.findall(named, gauges):
         found.update(series_of(name, "gauge", OF_VLLM))
+    # vLLM's own, which has it whatever the connector (`vllm/v1/metrics/loggers.py`).
+    success = "vllm:request_success_total"
+    found.update(series_of(success, "counter", {*OF_VLLM, "finished_reason"}))
     return found
 
 
