@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcourier.cli.config_file import ConfigFile
+from kvcourier.cli.side_channel_flags import SideChannelKey, SideChannelPeerKeys
 from kvcourier.config import TransferMode
 from kvcourier.doctor.facts import Load
 from kvcourier.errors import ConfigError
@@ -66,14 +67,8 @@ def doctor(
     engine_id: Annotated[
         str, typer.Option(help="As whom the doctor speaks on side channels.")
     ] = "kvcourier-doctor",
-    side_channel_key: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Its secret key there, as for kvcourier serve."),
-    ] = None,
-    side_channel_peer_keys: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Public keys of the instances."),
-    ] = None,
+    side_channel_key: SideChannelKey = None,
+    side_channel_peer_keys: SideChannelPeerKeys = None,
     prompts: Annotated[
         bool,
         typer.Option(

@@ -12,6 +12,7 @@ import typer
 
 from kvcourier.api_keys import read_api_keys
 from kvcourier.cli.config_file import ConfigFile
+from kvcourier.cli.side_channel_flags import SideChannelKey, SideChannelPeerKeys
 from kvcourier.errors import ConfigError, KVCourierError
 
 _URL = "URL"
@@ -54,14 +55,8 @@ def story(
     engine_id: Annotated[
         str, typer.Option(help="As whom this command speaks on side channels.")
     ] = "kvcourier-story",
-    side_channel_key: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Its secret key there, as for kvcourier serve."),
-    ] = None,
-    side_channel_peer_keys: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Public keys of the instances."),
-    ] = None,
+    side_channel_key: SideChannelKey = None,
+    side_channel_peer_keys: SideChannelPeerKeys = None,
     config: ConfigFile = None,
 ) -> None:
     """Tell what happened to one transfer, as the router, P and D saw it.
