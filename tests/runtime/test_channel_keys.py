@@ -1,7 +1,6 @@
 """Keys on the side channel: who is let in, who is believed, and which files can be used."""
 
 import re
-import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +32,7 @@ from runtime.courier_world import (
     quarantined,
     transfer,
 )
+from side_channel_keys import make_keys
 
 HOST, WAIT_S = "127.0.0.1", 20.0
 MODES = pytest.mark.parametrize("mode", ["push", "pull"])
@@ -52,16 +52,8 @@ def keys(tmp_path, secrets) -> Keys:
     """The keys of an instance that knows some others; each has one pair in a test."""
 
     def make(name: str, *knows: str, pair: str | None = None) -> ChannelKeys:
-        for each in {name, *knows, pair or name}:
-            if not (secrets / f"{each}.key").exists():
-                zmq.auth.create_certificates(secrets, each)
         folder = tmp_path / f"known to {name} with {pair}"
-        folder.mkdir()
-        for each in knows:
-            shutil.copy(secrets / f"{each}.key", folder)
-        found = read_keys(secrets / f"{pair or name}.key_secret", folder, EngineId(name))
-        assert found is not None
-        return found
+        return make_keys(secrets, folder, name, *knows, pair=pair)
 
     return make
 

@@ -2,13 +2,11 @@
 
 import asyncio
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import zmq.auth
 from typer.testing import CliRunner
 
 from endpoint_rig import DIRECT, Rig
@@ -16,7 +14,6 @@ from kvcourier.cli.app import app
 from kvcourier.config import ChannelKeys
 from kvcourier.errors import ConfigError
 from kvcourier.ids import EngineId, InstanceAddress
-from kvcourier.runtime.channel_keys import read_keys
 from kvcourier.runtime.reports import Outcome
 from kvcourier.story.accounts import Asked, Part
 from kvcourier.story.ask import Place, ask_all, find_instances, read_place
@@ -24,6 +21,7 @@ from kvcourier.story.side_channel import OWN_ID, Keys, ask_ranks, read_address, 
 from loopback import Handler, Listener
 from ports import free_port
 from runtime.courier_world import World, dropped, transfer
+from side_channel_keys import make_keys
 
 WAIT_S = 20.0
 STRANGER = EngineId("stranger")
@@ -41,17 +39,9 @@ def keys(tmp_path: Path) -> MakeKeys:
     """The keys of somebody who knows some others."""
 
     def make(name: str, *knows: str) -> ChannelKeys:
-        secrets, folder = tmp_path / "secrets", tmp_path / f"known to {name}"
+        secrets = tmp_path / "secrets"
         secrets.mkdir(exist_ok=True)
-        folder.mkdir()
-        for each in {name, *knows}:
-            if not (secrets / f"{each}.key").exists():
-                zmq.auth.create_certificates(secrets, each)
-        for each in knows:
-            shutil.copy(secrets / f"{each}.key", folder)
-        found = read_keys(secrets / f"{name}.key_secret", folder, EngineId(name))
-        assert found is not None
-        return found
+        return make_keys(secrets, tmp_path / f"known to {name}", name, *knows)
 
     return make
 
